@@ -1,0 +1,103 @@
+"""How well a task is done: functions of its outputs and labels.
+
+A score takes outputs `[sample, target]`, labels `[sample]` and the outputs of the unedited model. It returns
+one value a sample, whose mean is the score, or a single value.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from scipy.stats import rankdata
+from torch import Tensor
+
+ScoreFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score, and what it is worth when the input is ignored.
+
+    Arguments:
+        name: how reports call it.
+        function: (outputs, labels, clean outputs) -> one value a sample, or a single value.
+        chance: labels -> the best score without looking at the input; None where there is no such thing.
+        higher_is_better: which way the task is done better.
+        needs_labels: whether the score reads the labels.
+    """
+
+    name: str
+    function: ScoreFunction
+    chance: Callable[[Tensor], float] | None = None
+    higher_is_better: bool = True
+    needs_labels: bool = True
+
+
+def _frequencies(labels: Tensor) -> Tensor:
+    return labels.unique(return_counts=True)[1] / len(labels)
+
+
+def _roc_auc(outputs: Tensor, labels: Tensor, clean: Tensor) -> Tensor:
+    positive = labels.bool()
+    n_positive, n_negative = int(positive.sum()), int((~positive).sum())
+    if n_positive == 0 or n_negative == 0:
+        raise ValueError("ROC AUC needs samples with label 1 and samples with label 0; one side is empty.")
+    ranks = torch.as_tensor(rankdata(outputs[:, 0].double().cpu().numpy()))
+    above = ranks[positive.cpu()].sum() - n_positive * (n_positive + 1) / 2
+    return above / (n_positive * n_negative)
+
+
+def _log_probabilities(outputs: Tensor) -> Tensor:
+    return outputs.double().log_softmax(dim=1)
+
+
+ACCURACY = Score(
+    "accuracy",
+    lambda outputs, labels, clean: (outputs.argmax(1) == labels).double(),
+    chance=lambda labels: float(_frequencies(labels).max()),
+)
+"""Share of samples whose largest output is the label's. Chance: always the commonest label."""
+
+ROC_AUC = Score("ROC AUC", _roc_auc, chance=lambda labels: 0.5)
+"""Probability that a sample with label 1 has a larger (first) output than one with label 0."""
+
+MEAN_MARGIN = Score(
+    "mean margin",
+    lambda outputs, labels, clean: torch.where(labels.bool(), outputs[:, 0], -outputs[:, 0]).double(),
+    chance=lambda labels: 0.0,
+)
+"""Mean of the first output, with its sign turned where the label is 0."""
+
+CROSS_ENTROPY = Score(
+    "cross-entropy",
+    lambda outputs, labels, clean: -_log_probabilities(outputs)[torch.arange(len(labels)), labels.long()],
+    chance=lambda labels: float(torch.special.entr(_frequencies(labels).double()).sum()),
+    higher_is_better=False,
+)
+"""Mean of -log p(label), in nats, over the outputs as logits. Chance: the entropy of the labels."""
+
+KL = Score(
+    "KL to unedited",
+    lambda outputs, labels, clean: (
+        _log_probabilities(clean).exp() * (_log_probabilities(clean) - _log_probabilities(outputs))
+    ).sum(1),
+    higher_is_better=False,
+    needs_labels=False,
+)
+"""Mean of KL(unedited || edited), in nats, over the outputs as logits."""
+
+
+def default_score(n_outputs: int, labels: Tensor | None) -> Score:
+    """ROC AUC for one output and labels 0 and 1; accuracy for several outputs and class labels.
+
+    Raises:
+        ValueError: neither fits.
+    """
+    if labels is not None and n_outputs == 1 and set(labels.unique().tolist()) <= {0, 1}:
+        return ROC_AUC
+    if labels is not None and n_outputs > 1 and not labels.is_floating_point():
+        return ACCURACY
+    raise ValueError(
+        "There is no default score for these samples: it takes labels 0 and 1 with one output, or class labels "
+        "with several. Label the samples, or give a score."
+    )
