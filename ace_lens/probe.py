@@ -1,7 +1,7 @@
 """Activations and exact own-position Jacobians, from a live model."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -115,11 +115,11 @@ class JacobianProbe:
 
     def _probe_batch(self, samples: Samples) -> dict[str, Probed]:
         capture = CoreHook(*self.hook_points, live=True)
-        # Clones are ordinary tensors even if the caller made them under inference_mode.
         with torch.inference_mode(False), torch.enable_grad():
-            logits = run(
-                self.model, samples.tokens.clone(), samples.attention_mask.clone(), capture.fwd_hooks()
-            )
+            # Clones are ordinary tensors, even of what the caller made under inference_mode.
+            names = ("tokens", "attention_mask", "sequence", "position")
+            samples = replace(samples, **{name: getattr(samples, name).clone() for name in names})
+            logits = run(self.model, samples.tokens, samples.attention_mask, capture.fwd_hooks())
             residuals = [capture.activations[name] for name in self.hook_points]
             outputs = task_outputs(self.target, samples.at(logits))
             if not outputs.requires_grad:

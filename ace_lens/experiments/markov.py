@@ -43,7 +43,7 @@ class Recipe:
     learning_rate: float
 
 
-RECIPES = {"quick": Recipe(epochs=4, learning_rate=3e-3), "paper": Recipe(epochs=40, learning_rate=1e-4)}
+RECIPES = {"quick": Recipe(epochs=4, learning_rate=1e-3), "paper": Recipe(epochs=40, learning_rate=1e-4)}
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class MarkovConfig:
     """quick trains for 4 epochs at a high learning rate, paper for 40 epochs as the paper does."""
     out: Path = Path("ace-lens-markov")
     """Folder for results.json, the cores and the figure."""
+    normalization: Literal["none", "pre"] = "none"
+    """Blocks without normalisation, or with LayerNorm before each part. LayerNorm divides by the length of the
+    whole residual stream, so that a core of three dimensions is then only nearly sufficient."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One model is trained for each seed."""
     progress: bool = True
@@ -177,8 +180,8 @@ def sample_chains(
     return torch.cat([first, first + advances.cumsum(1)], dim=1) % N_STATES
 
 
-def build_model(seed: int) -> TransformerBridge:
-    """A one-layer transformer with LayerNorm and freshly drawn weights."""
+def build_model(seed: int, normalization: Literal["none", "pre"] = "none") -> TransformerBridge:
+    """A one-layer transformer with freshly drawn weights."""
     return TransformerBridge.boot_native(
         TransformerBridgeConfig(
             n_layers=1,
@@ -189,20 +192,21 @@ def build_model(seed: int) -> TransformerBridge:
             d_vocab=N_STATES,
             n_ctx=LENGTH,
             act_fn="relu",
-            normalization_type="LN",
+            normalization_type={"none": None, "pre": "LN"}[normalization],
             seed=seed,
             device="cpu",
         )
     )
 
 
-def train_model(seed: int, recipe: Recipe, chains: Tensor, *, progress: bool = False) -> TransformerBridge:
-    """Train a model of that seed to predict the next state."""
-    model = build_model(seed)
+def train_model(
+    model: TransformerBridge, chains: Tensor, recipe: Recipe, generator: torch.Generator, *, progress: bool
+) -> None:
+    """Train a model to predict the next state of the chains, in batches drawn by the generator."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(seed)
-    epochs = tqdm(range(recipe.epochs), f"Training model {seed}", disable=not progress, unit="epoch")
+    epochs = tqdm(range(recipe.epochs), "Training", disable=not progress, unit="epoch")
+    loss = torch.tensor(0.0)
     for _ in epochs:
         for batch in torch.randperm(len(chains), generator=generator).split(BATCH_SIZE):
             states = chains[batch]
@@ -210,8 +214,8 @@ def train_model(seed: int, recipe: Recipe, chains: Tensor, *, progress: bool = F
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            epochs.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    return model.eval()
+        epochs.set_postfix(loss=f"{loss.item():.3f}")
+    model.eval()
 
 
 def run_markov(config: MarkovConfig) -> tuple[MarkovResults, list[ace.Core]]:
@@ -232,14 +236,18 @@ def run_markov(config: MarkovConfig) -> tuple[MarkovResults, list[ace.Core]]:
     models, cores, results = [], [], []
     coordinates: list[tuple[Tensor, Tensor]] = []
     for seed in config.seeds:
-        model = train_model(seed, RECIPES[config.preset], chains, progress=config.progress)
-        full = ace.extract_core(
-            model, _samples(chains[:EXTRACTION_SEQUENCES]), target, HOOK_POINT, rank=MAX_RANK
+        model = build_model(seed, config.normalization)
+        train_model(
+            model,
+            chains,
+            RECIPES[config.preset],
+            torch.Generator().manual_seed(seed),
+            progress=config.progress,
         )
-        selection = ace.validate(
-            model, full, select, target, ace.CROSS_ENTROPY, ranks=range(1, MAX_RANK + 1)
-        )
-        rank = selection.r_suf or MAX_RANK
+        full = ace.extract_core(model, _samples(chains[:EXTRACTION_SEQUENCES]), target, HOOK_POINT)
+        ranks = range(1, min(MAX_RANK, full.rank) + 1)
+        selection = ace.validate(model, full, select, target, ace.CROSS_ENTROPY, ranks=ranks)
+        rank = selection.r_suf or ranks[-1]
         core = full[:rank]
         proof = ace.validate(model, core, judge, target)
         trajectories = tuple(_trajectories(model, core, samples) for samples in (select, judge))
