@@ -128,9 +128,7 @@ def _from_last_block(
     return cap * torch.tanh(logits / cap) if cap > 0 else logits
 
 
-def _from_layer(
-    model: HookedModel, hook_point: str, residual: Tensor, batch: Samples, own: Tensor
-) -> Tensor:
+def _from_layer(model: HookedModel, hook_point: str, residual: Tensor, batch: Samples, own: Tensor) -> Tensor:
     """In the middle: TransformerLens's own `start_at_layer`."""
     match = re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook_point)
     if match is None:

@@ -83,9 +83,7 @@ class CoreExtractor:
                 f"{tuple(self._mean_jacobian.shape)}. One extractor takes one target at one hook point."
             )
         mean = activations.mean(0)
-        self._absorb(
-            len(activations), mean, activations - mean, jacobians.flatten(0, 1), jacobians.mean(0)
-        )
+        self._absorb(len(activations), mean, activations - mean, jacobians.flatten(0, 1), jacobians.mean(0))
         return self
 
     def merge(self, other: "CoreExtractor") -> "CoreExtractor":

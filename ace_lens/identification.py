@@ -11,7 +11,6 @@ from torch import Tensor
 from ace_lens.shapes import typed
 
 
-
 @typed
 @dataclass(frozen=True)
 class LinearOperator:
@@ -71,9 +70,10 @@ def _affine(states: Tensor) -> Tensor:
 
 
 def _whitened_r2(residual: Tensor, observed: Tensor) -> float:
-    """1 - tr(Cov(observed)^-1 E[residual residual^T]) / rank."""
-    unexplained = residual.T @ residual / len(residual)
-    return 1 - float(torch.linalg.solve(observed.T.cov(correction=0), unexplained).trace()) / len(unexplained)
+    """1 - tr(Cov(observed)^-1 Cov(residual)) / rank, the residual about zero."""
+    deviation = observed - observed.mean(0)
+    share = torch.linalg.solve(deviation.T @ deviation, residual.T @ residual)
+    return 1 - float(share.trace()) / len(share)
 
 
 @typed
@@ -114,5 +114,3 @@ def oracle_r2(transition: Float[Tensor, "state state"]) -> float:
     next_state = stationary @ rows
     unexplained = stationary @ (rows * (1 - rows))
     return 1 - float((unexplained / (next_state * (1 - next_state))).mean())
-
-

@@ -62,7 +62,7 @@ class Samples:
 
     def __getitem__(self, index: Tensor | slice | Sequence[int]) -> "Samples":
         """The chosen samples, with the sequences that they lie in and no others."""
-        chosen = torch.arange(len(self))[torch.as_tensor(index) if not isinstance(index, slice) else index]
+        chosen = torch.arange(len(self))[index]
         if len(chosen) == 0:
             raise ValueError("There are no samples in this selection.")
         rows, sequence = self.sequence[chosen].unique(return_inverse=True)
@@ -124,9 +124,10 @@ class Samples:
             model: a model with a tokenizer.
             prompts: the prompts, as text.
             labels: the right answer for each prompt.
-            prepend_bos: put a begin token before each prompt. By default as the model's own tokenizer does,
-                which is not always TransformerLens's default: the two differ for chat models whose begin
-                token marks a turn.
+            prepend_bos: put a begin token before each prompt. By default as the tokenizer does on its own,
+                outside TransformerLens, whose default is always to put one: models that were not trained on
+                one, such as GPT-2, are out of their element there. Recorded with a core; for text that goes
+                to `model.generate` or `model(...)`, hand the same choice on.
 
         Raises:
             ValueError: no prompts, or an empty prompt.
@@ -140,7 +141,7 @@ class Samples:
                 "Samples.from_tokens(...)."
             )
         if prepend_bos is None:
-            prepend_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+            prepend_bos = _prepends_bos(tokenizer)
         # One prompt at a time: the mask then comes from lengths, never from looking for padding tokens,
         # which may be begin or end tokens too.
         to_tokens = model.to_tokens  # type: ignore[attr-defined]
@@ -202,3 +203,19 @@ class Samples:
         mask = torch.zeros_like(self.tokens, dtype=torch.bool)
         mask[self.sequence, self.position] = True
         return mask
+
+
+def _prepends_bos(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts a begin token first, before TransformerLens set it up to do so always."""
+    from transformers import AutoTokenizer
+
+    def prepends(tokenizer: Any) -> bool:
+        return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+
+    if not prepends(tokenizer):
+        return False
+    try:
+        return prepends(AutoTokenizer.from_pretrained(tokenizer.name_or_path, local_files_only=True))
+    except (OSError, ValueError):
+        # It did not come from files that lie here: what it does now is all there is to go by.
+        return True

@@ -265,7 +265,9 @@ def test_an_alias_is_stored_under_its_transformerlens_name(native, tokens):
 def test_bad_input_is_refused(native, tokens):
     target = ace.CentredLogits()
     samples = ace.Samples.from_tokens(tokens)
-    with pytest.raises(ValueError, match=r"no hook point 'blocks\.1\.hook_resid_pots'.*blocks\.1\.hook_resid_post"):
+    with pytest.raises(
+        ValueError, match=r"no hook point 'blocks\.1\.hook_resid_pots'.*blocks\.1\.hook_resid_post"
+    ):
         ace.extract_core(native, samples, target, "blocks.1.hook_resid_pots")
     with pytest.raises(ValueError, match="6 samples cannot span a core of rank 6"):
         ace.extract_core(native, samples, target, "blocks.1.hook_resid_post", rank=6)
@@ -276,7 +278,9 @@ def test_bad_input_is_refused(native, tokens):
     with pytest.raises(ValueError, match="No samples have been taken in"):
         streaming.core()
     streaming.update(*draw(20, 5, 1, 0))
-    with pytest.raises(ValueError, match=r"Jacobians \[target, d_model\] of \(2, 5\), earlier ones had \(1, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"Jacobians \[target, d_model\] of \(2, 5\), earlier ones had \(1, 5\)"
+    ):
         streaming.update(*draw(20, 5, 2, 0))
     with pytest.raises(ValueError, match="rank or an energy, not both"):
         streaming.core(rank=1, energy=0.5)

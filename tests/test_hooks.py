@@ -76,7 +76,9 @@ def test_the_activation_comes_back_in_its_own_dtype_and_shape_and_is_not_edited_
         assert edited.dtype == dtype
         assert edited.shape == activation.shape
         exact = edit(activation.double())
-        torch.testing.assert_close(edited.double(), exact, rtol=0, atol=8 * float(exact.abs().max()) * torch.finfo(dtype).eps)
+        torch.testing.assert_close(
+            edited.double(), exact, rtol=0, atol=8 * float(exact.abs().max()) * torch.finfo(dtype).eps
+        )
     assert torch.equal(activation, before)
 
 
@@ -134,7 +136,9 @@ def test_bad_positions_are_refused():
         ace.SignFlipSteerer(core, positions=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="Position 5 is outside the 5 positions"):
         ace.SignFlipSteerer(core, positions=[5])(residual())
-    with pytest.raises(ValueError, match="mask of positions is for a batch of 2, but this pass has a batch of 3"):
+    with pytest.raises(
+        ValueError, match="mask of positions is for a batch of 2, but this pass has a batch of 3"
+    ):
         ace.SignFlipSteerer(core, positions=torch.ones(2, 5, dtype=torch.bool))(residual())
     with pytest.raises(ValueError, match='"keep" or "remove", not \'flip\''):
         ace.ProjectionAblator(core, "flip")
@@ -205,7 +209,9 @@ def test_core_hook_live_takes_derivatives_of_frozen_models(model, tokens):
 
 
 def test_a_hook_that_never_fired_is_an_error(native, tokens):
-    with pytest.raises(RuntimeError, match=r"No activation passed blocks\.1\.hook_resid_post, so the hook there did"):
+    with pytest.raises(
+        RuntimeError, match=r"No activation passed blocks\.1\.hook_resid_post, so the hook there did"
+    ):
         with ace.SignFlipSteerer(random_core(2)).attach(native):
             pass
     with pytest.raises(RuntimeError, match="No activation has passed hook_embed"):

@@ -7,7 +7,12 @@ from conftest import build
 import ace_lens as ace
 from ace_lens.models import attached, evaluating
 
-HOOK_POINTS = ["hook_embed", "blocks.0.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post"]
+HOOK_POINTS = [
+    "hook_embed",
+    "blocks.0.hook_resid_pre",
+    "blocks.1.hook_resid_post",
+    "blocks.2.hook_resid_post",
+]
 
 
 def central_difference(model, samples, target, hook_point, sample, direction, step=1e-5):
@@ -146,7 +151,10 @@ def test_padding_side_and_batching_change_nothing(model, tokens):
             for part in ("activations", "jacobians", "outputs"):
                 expected = getattr(found[0][hook_point], part)
                 torch.testing.assert_close(
-                    getattr(other[hook_point], part), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+                    getattr(other[hook_point], part),
+                    expected,
+                    rtol=1e-4,
+                    atol=1e-4 * float(expected.abs().max()),
                 )
 
 
@@ -186,7 +194,9 @@ def test_values_that_are_not_finite_are_refused_with_their_place(native, tokens)
     probe = ace.JacobianProbe(native, ace.CentredLogits([3, 5]), "blocks.1.hook_resid_post", batch_size=4)
     with (
         native.hooks(fwd_hooks=[("blocks.0.hook_resid_post", spoil)]),
-        pytest.raises(ValueError, match=r"activation at blocks\.1\.hook_resid_post is NaN or infinite in batch 0"),
+        pytest.raises(
+            ValueError, match=r"activation at blocks\.1\.hook_resid_post is NaN or infinite in batch 0"
+        ),
     ):
         probe(samples)
 
@@ -246,5 +256,3 @@ def test_a_model_in_another_process_is_refused():
 
     with pytest.raises(TypeError, match="RemoteBridge runs its model in another process"):
         ace.JacobianProbe(RemoteBridge(), ace.CentredLogits(), "hook_embed")
-
-

@@ -18,13 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
-from transformer_lens.config import TransformerBridgeConfig
-from transformer_lens.model_bridge import TransformerBridge
-
 import ace_lens as ace
 from ace_lens.shapes import typed
 
 N_STATES = 4
+D_MODEL = 64
 ADVANCE = 0.25
 LENGTH = 32
 HOOK_POINT = "blocks.0.hook_resid_post"
@@ -107,6 +105,7 @@ class MarkovResults:
     """The experiment's results, as they stand in results.json."""
 
     preset: str
+    normalization: str
     truth: Truth
     models: list[ModelResult]
     pairs: list[PairResult]
@@ -146,21 +145,21 @@ class MarkovResults:
         ]
         for pair in self.pairs:
             lines.append(
-                f"{pair.models[0]:>3}, {pair.models[1]}  {pair.weight_cosine:>13.3f}  "
-                f"{pair.weight_cosine_without_gains:>13.3f}  {pair.overlap:>7.3f}  "
+                f"{pair.models[0]:>3}, {pair.models[1]}  {_unsigned_zero(pair.weight_cosine):>13.3f}  "
+                f"{_unsigned_zero(pair.weight_cosine_without_gains):>13.3f}  {pair.overlap:>7.3f}  "
                 f"{', '.join(f'{value:.3f}' for value in pair.cca)}"
             )
         lines += [
             "",
-            "Unrelated weights and unrelated subspaces (two random ones of rank 3 overlap by "
-            f"{3 / D_MODEL:.3f}),",
-            "yet the same coordinates and the same dynamics. The gains of normalisation layers start at one in",
-            "every model; that alone lifts the weight cosine above zero.",
+            "Overlap of two random subspaces of rank 3: "
+            f"{(N_STATES - 1) / D_MODEL:.3f}. R2/oracle can pass 1: besides the current state,",
+            "coordinates hold some memory of earlier ones, which persists.",
         ]
+        if self.normalization == "pre":
+            lines += [
+                "Gains of LayerNorm start at one in every model; they alone lift the weight cosine above zero."
+            ]
         return "\n".join(lines)
-
-
-D_MODEL = 64
 
 
 @typed
@@ -180,8 +179,12 @@ def sample_chains(
     return torch.cat([first, first + advances.cumsum(1)], dim=1) % N_STATES
 
 
-def build_model(seed: int, normalization: Literal["none", "pre"] = "none") -> TransformerBridge:
-    """A one-layer transformer with freshly drawn weights."""
+def build_model(seed: int, normalization: Literal["none", "pre"] = "none") -> Any:
+    """A one-layer transformer (a native `TransformerBridge`) with freshly drawn weights."""
+    # Importing TransformerLens takes seconds, which `ace-lens --help` should not.
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
     return TransformerBridge.boot_native(
         TransformerBridgeConfig(
             n_layers=1,
@@ -200,7 +203,7 @@ def build_model(seed: int, normalization: Literal["none", "pre"] = "none") -> Tr
 
 
 def train_model(
-    model: TransformerBridge, chains: Tensor, recipe: Recipe, generator: torch.Generator, *, progress: bool
+    model: Any, chains: Tensor, recipe: Recipe, generator: torch.Generator, *, progress: bool
 ) -> None:
     """Train a model to predict the next state of the chains, in batches drawn by the generator."""
     model.train()
@@ -288,7 +291,7 @@ def run_markov(config: MarkovConfig) -> tuple[MarkovResults, list[ace.Core]]:
             )
         )
     known = Truth(_pairs(truth), 1 - ADVANCE, 1 / N_STATES, oracle)
-    return MarkovResults(config.preset, known, results, pairs), cores
+    return MarkovResults(config.preset, config.normalization, known, results, pairs), cores
 
 
 def _samples(chains: Tensor) -> ace.Samples:
@@ -309,6 +312,11 @@ def _is_gain(parameter: str) -> bool:
 
 def _pairs(values: Tensor) -> list[list[float]]:
     return [[value.real, value.imag] for value in values.tolist()]
+
+
+def _unsigned_zero(value: float) -> float:
+    """The value to three digits, without the sign of a zero."""
+    return round(value, 3) + 0.0
 
 
 def _spectrum(pairs: list[list[float]]) -> str:
