@@ -82,9 +82,7 @@ class Core:
             raise ValueError("A core's basis and mean must be finite.")
         gram = self.basis.double().T @ self.basis.double()
         tolerance = 10 * self.d_model * torch.finfo(self.basis.dtype).eps
-        if not torch.allclose(
-            gram, torch.eye(self.rank, dtype=gram.dtype, device=gram.device), atol=tolerance
-        ):
+        if not torch.allclose(gram, torch.eye(self.rank, dtype=gram.dtype, device=gram.device), atol=tolerance):
             raise ValueError(
                 "A core's basis must have orthonormal columns. Orthonormalise it first, with torch.linalg.qr."
             )

@@ -97,9 +97,7 @@ _Restart = Callable[[HookedModel, str, Tensor, Samples, Tensor], Tensor]
 replaced."""
 
 
-def _choose_restart(
-    model: HookedModel, hook_point: str, residual: Tensor, batch: Samples, logits: Tensor
-) -> _Restart:
+def _choose_restart(model: HookedModel, hook_point: str, residual: Tensor, batch: Samples, logits: Tensor) -> _Restart:
     """The cheapest way on from the hook point that reproduces the model's own logits on this batch."""
     cheap = _from_last_block if is_pointwise_downstream(model, hook_point) else _from_layer
     tolerance = torch.finfo(logits.dtype).eps ** 0.5
@@ -113,9 +111,7 @@ def _choose_restart(
     return cheap if same else _full_pass
 
 
-def _from_last_block(
-    model: HookedModel, hook_point: str, residual: Tensor, batch: Samples, own: Tensor
-) -> Tensor:
+def _from_last_block(model: HookedModel, hook_point: str, residual: Tensor, batch: Samples, own: Tensor) -> Tensor:
     """After the last block: final norm, unembedding and soft cap, at the samples' positions only."""
     parts: Any = model
     cfg = parts.cfg

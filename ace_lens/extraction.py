@@ -104,20 +104,17 @@ class CoreExtractor:
                 f"Extractors for {self.hook_point} {tuple(self._mean_jacobian.shape)} and {other.hook_point} "
                 f"{tuple(other._mean_jacobian.shape)} do not merge: hook point and [target, d_model] must agree."
             )
-        self._absorb(
-            other.n_samples, other._mean, other._reached.rows, other._observed.rows, other._mean_jacobian
-        )
+        self._absorb(other.n_samples, other._mean, other._reached.rows, other._observed.rows, other._mean_jacobian)
         return self
 
-    def _absorb(
-        self, n_samples: int, mean: Tensor, reached: Tensor, observed: Tensor, mean_jacobian: Tensor
-    ) -> None:
+    def _absorb(self, n_samples: int, mean: Tensor, reached: Tensor, observed: Tensor, mean_jacobian: Tensor) -> None:
         """Add the factors of `n_samples` further samples.
 
         Each factor of H is centred about its own mean. About the common mean there is one more row between
         them, sqrt(n_a n_b / (n_a + n_b)) (mu_a - mu_b).
         """
-        assert self._mean is not None and self._mean_jacobian is not None
+        assert self._mean is not None
+        assert self._mean_jacobian is not None
         total = self.n_samples + n_samples
         shift = mean - self._mean
         if self.n_samples:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ace_lens.core import Core
-from ace_lens.models import HookFunction, HookedModel, attached, canonical_hook_point
+from ace_lens.models import HookedModel, HookFunction, attached, canonical_hook_point
 from ace_lens.positions import Positions, PositionSelector
 from ace_lens.shapes import Residual, typed
 
@@ -43,7 +43,8 @@ class CoreHook:
     ) -> None:
         self.hook_points = list(dict.fromkeys(canonical_hook_point(name) for name in hook_points))
         self.live = live
-        self._positions = positions
+        self._everywhere = isinstance(positions, str) and positions == "all"
+        self._positions: Positions = positions
         self._attention_mask = attention_mask
         self._selectors: dict[str, PositionSelector] = {}
         self._captured: dict[str, Tensor] = {}
@@ -56,11 +57,9 @@ class CoreHook:
         if self.live and not activation.requires_grad:
             activation = replaced = activation.detach().requires_grad_(True)
         kept = activation if self.live else activation.detach()
-        if not (isinstance(self._positions, str) and self._positions == "all"):
-            selector = self._selectors.setdefault(
-                name, PositionSelector(self._positions, self._attention_mask)
-            )
-            kept = kept[selector.mask(*activation.shape[:2], activation.device)]
+        if not self._everywhere:
+            selector = self._selectors.setdefault(name, PositionSelector(self._positions, self._attention_mask))
+            kept = kept[selector.mask(activation)]
         self._captured[name] = kept
         return replaced
 
@@ -119,7 +118,7 @@ class CoreIntervention(ABC):
             ValueError: the core lives at another hook point or has another width, or positions do not fit.
         """
         self.core.check_activation(activation, getattr(hook, "name", None))
-        chosen = self._selector.mask(*activation.shape[:2], activation.device)
+        chosen = self._selector.mask(activation)
         return torch.where(chosen.unsqueeze(-1), self.apply(activation), activation)
 
     @typed

@@ -8,8 +8,6 @@ from matplotlib.figure import Figure
 
 from ace_lens.experiments.markov import MarkovResults
 
-_STYLE = {"size": 8}
-
 
 def _axes_style(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=9, loc="left")
@@ -42,9 +40,7 @@ def plot_markov(results: MarkovResults) -> Figure:
     return figure
 
 
-def _pair_matrix(
-    axes: Axes, names: Sequence[str], pairs: Sequence[tuple[int, int]], values: Sequence[float]
-) -> None:
+def _pair_matrix(axes: Axes, names: Sequence[str], pairs: Sequence[tuple[int, int]], values: Sequence[float]) -> None:
     matrix = np.eye(len(names))
     for (first, second), value in zip(pairs, values, strict=True):
         a, b = names.index(str(first)), names.index(str(second))
@@ -53,7 +49,7 @@ def _pair_matrix(
     for (row, column), value in np.ndenumerate(matrix):
         shade = "white" if value > 0.5 else "black"
         # Adding zero turns a rounded -0.00 into 0.00.
-        axes.text(column, row, f"{round(value, 2) + 0:.2f}", ha="center", va="center", color=shade, **_STYLE)
+        axes.text(column, row, f"{round(value, 2) + 0:.2f}", ha="center", va="center", color=shade, fontsize=8)
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("model", fontsize=8)
@@ -71,9 +67,7 @@ def _scores(axes: Axes, results: MarkovResults) -> None:
         places = np.arange(len(results.models)) + (offset - 1) * width
         heights = np.array([getattr(model, name) for model in results.models])
         bounds = np.array([getattr(model, f"{name}_interval") for model in results.models]).T
-        axes.bar(
-            places, heights, width, label=label, color=shade, edgecolor="black", hatch=hatch, linewidth=0.7
-        )
+        axes.bar(places, heights, width, label=label, color=shade, edgecolor="black", hatch=hatch, linewidth=0.7)
         errors = np.abs(bounds - heights)
         axes.errorbar(places, heights, errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
     for level, label, line in (
@@ -114,9 +108,7 @@ def _eigenvalues(axes: Axes, results: MarkovResults) -> None:
     axes.plot(np.cos(angle), np.sin(angle), color="0.6", linewidth=0.7)
     axes.axhline(0, color="0.8", linewidth=0.5, zorder=0)
     truth = np.array(results.truth.eigenvalues)
-    axes.scatter(
-        *truth.T, marker="o", s=70, facecolor="none", edgecolor="black", linewidth=0.9, label="chain"
-    )
+    axes.scatter(*truth.T, marker="o", s=70, facecolor="none", edgecolor="black", linewidth=0.9, label="chain")
     for marker, model in zip("x+1234", results.models, strict=False):
         axes.scatter(
             *np.array(model.eigenvalues).T,

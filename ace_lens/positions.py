@@ -1,12 +1,11 @@
 """Which positions of a pass a hook looks at or edits, also while a key-value cache feeds them one by one."""
 
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-Positions: TypeAlias = Literal["all", "last"] | slice | Sequence[int] | Tensor
+Positions: TypeAlias = Literal["all", "last"] | slice | list[int] | Tensor
 """`"all"`; `"last"`, the last real position of each row; a slice or a list of positions, the same in every row;
 or a boolean tensor `[batch, pos]`, true at the chosen ones. Positions count from the start of the sequence, as
 the tokens handed to the model do, padding included; negative ones count from the end of the prompt."""
@@ -27,9 +26,7 @@ class PositionSelector:
 
     def __init__(self, positions: Positions, attention_mask: Tensor | None = None) -> None:
         if isinstance(positions, str) and positions not in ("all", "last"):
-            raise ValueError(
-                f'Positions are "all", "last", a slice, a list of positions or a mask; not {positions!r}.'
-            )
+            raise ValueError(f'Positions are "all", "last", a slice, a list of positions or a mask; not {positions!r}.')
         if isinstance(positions, Tensor) and positions.dtype != torch.bool:
             raise ValueError(
                 "A tensor of positions is a boolean mask [batch, pos]; for the same positions in every row, "
@@ -40,18 +37,19 @@ class PositionSelector:
         self._prompt_length = 0
         self._seen = 0
 
-    def mask(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """Boolean `[batch, length]`: the chosen positions of the next pass, of that size.
+    def mask(self, activation: Tensor) -> Tensor:
+        """Boolean `[batch, pos]`: the chosen positions of the next pass, whose activation `[batch, pos, ...]` is given.
 
         Raises:
             ValueError: a mask of another batch, or a position outside the prompt.
         """
+        batch, length = activation.shape[:2]
         continues = length == 1 and self._seen > 0
         if not continues:
             self._prompt_length, self._seen = length, 0
         start = self._seen
         self._seen += length
-        return self._whole(batch, self._seen).to(device)[:, start:]
+        return self._whole(batch, self._seen).to(activation.device)[:, start:]
 
     def _whole(self, batch: int, length: int) -> Tensor:
         """The mask over the first `length` positions of the sequence."""
@@ -66,7 +64,7 @@ class PositionSelector:
             mask[:, start:stop:step] = True
         elif self.positions == "all":
             mask[:] = True
-        elif self.positions == "last":
+        elif isinstance(self.positions, str):
             given = self.attention_mask
             if given is None or length > given.shape[1]:
                 mask[:, -1] = True
@@ -87,9 +85,7 @@ class PositionSelector:
     def _fitted(given: Tensor, what: str, mask: Tensor) -> Tensor:
         """A given `[batch, pos]` mask, cut or filled up with False to the length of this pass."""
         if len(given) != len(mask):
-            raise ValueError(
-                f"The {what} is for a batch of {len(given)}, but this pass has a batch of {len(mask)}."
-            )
+            raise ValueError(f"The {what} is for a batch of {len(given)}, but this pass has a batch of {len(mask)}.")
         mask = mask.clone()
         shared = min(given.shape[1], mask.shape[1])
         mask[:, :shared] = given[:, :shared].to(mask.device)

@@ -152,9 +152,7 @@ class Samples:
         return cls.from_tokens(
             torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad),
             labels=None if labels is None else torch.as_tensor(labels),
-            attention_mask=torch.nn.utils.rnn.pad_sequence(
-                [torch.ones_like(row) for row in rows], batch_first=True
-            ),
+            attention_mask=torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
             prepend_bos=prepend_bos,
         )
 
@@ -189,9 +187,7 @@ class Samples:
                 used = int(batch.position.max()) + 1
                 yield (
                     index,
-                    replace(
-                        batch, tokens=batch.tokens[:, :used], attention_mask=batch.attention_mask[:, :used]
-                    ),
+                    replace(batch, tokens=batch.tokens[:, :used], attention_mask=batch.attention_mask[:, :used]),
                 )
 
     def at(self, values: Shaped[Tensor, "batch pos ..."]) -> Shaped[Tensor, "sample ..."]:

@@ -27,9 +27,7 @@ def single_token(model: HookedModel, answer: Answer) -> int:
         return answer
     tokenizer: Any = getattr(model, "tokenizer", None)
     if tokenizer is None:
-        raise ValueError(
-            f"{type(model).__name__} has no tokenizer: give the answer {answer!r} as a token id."
-        )
+        raise ValueError(f"{type(model).__name__} has no tokenizer: give the answer {answer!r} as a token id.")
     ids = model.to_tokens(answer, prepend_bos=False)[0].tolist()  # type: ignore[attr-defined]
     if len(ids) != 1:
         pieces = [tokenizer.decode([token]) for token in ids]

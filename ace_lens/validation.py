@@ -114,9 +114,7 @@ class Validation:
         if self.chance is not None and len(self.ranks) > 1:
             lines.append(f"sufficient from rank {self.r_suf}, necessary from rank {self.r_nec}")
         if not self.restarted:
-            lines.append(
-                "(this model cannot be restarted at the hook point: every intervention was a full pass)"
-            )
+            lines.append("(this model cannot be restarted at the hook point: every intervention was a full pass)")
         return "\n".join(lines)
 
 

@@ -32,7 +32,25 @@ settings.load_profile("ace")
 torch.set_num_threads(2)
 
 HAS_HOOKED_TRANSFORMER = version("transformer-lens").startswith("3.")
-WORDS = "the The key keys to cabinet cabinets near a is are was were man men sees old".split()
+WORDS = [
+    "the",
+    "The",
+    "key",
+    "keys",
+    "to",
+    "cabinet",
+    "cabinets",
+    "near",
+    "a",
+    "is",
+    "are",
+    "was",
+    "were",
+    "man",
+    "men",
+    "sees",
+    "old",
+]
 N_LAYERS = 3
 D_MODEL = 32
 KINDS = ["gpt2", "llama", "native"] + (["hooked"] if HAS_HOOKED_TRANSFORMER else [])
@@ -50,9 +68,8 @@ def tokenizer(tmp_path_factory):
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+"), "isolated")
     words.decoder = decoders.Fuse()
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>", eos_token="<pad>"
-    ).save_pretrained(folder)
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "unk_token": "<unk>", "eos_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -25,9 +25,7 @@ def test_overlap(rank, seed):
     turned = ace.Core(core.basis @ rotation, core.mean, core.singular_values, core.hook_point)
     assert ace.overlap(core, turned) == pytest.approx(1)
     whole = random_core(32, seed=seed)
-    assert (
-        ace.overlap(whole[:3], ace.Core(whole.basis[:, 3:6], whole.mean, whole.singular_values, "x")) < 1e-12
-    )
+    assert ace.overlap(whole[:3], ace.Core(whole.basis[:, 3:6], whole.mean, whole.singular_values, "x")) < 1e-12
 
 
 def test_random_subspaces_overlap_by_chance():
@@ -54,5 +52,5 @@ def test_canonical_correlations_of_planted_strength_and_of_noise():
     torch.testing.assert_close(found, torch.full((2,), 0.8, dtype=torch.float64), rtol=0, atol=0.03)
     null = ace.canonical_correlations(first[:40], second[:40], first[4000:], second[4000:])
     assert null.abs().max() < 0.1
-    with pytest.raises(ValueError, match="10 samples are too few .* Give at least 20"):
+    with pytest.raises(ValueError, match=r"10 samples are too few .* Give at least 20"):
         ace.canonical_correlations(first[:10], second[:10], first[4000:], second[4000:])

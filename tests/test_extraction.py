@@ -151,9 +151,7 @@ def test_merging_is_the_same_in_any_order(size, parts):
         assert core.provenance.n_samples == size["n"]
         scale = float(whole.singular_values[0])
         n = min(len(core.singular_values), len(whole.singular_values))
-        torch.testing.assert_close(
-            core.singular_values[:n], whole.singular_values[:n], rtol=1e-9, atol=1e-10 * scale
-        )
+        torch.testing.assert_close(core.singular_values[:n], whole.singular_values[:n], rtol=1e-9, atol=1e-10 * scale)
         rank = min(supported(whole), core.rank)
         torch.testing.assert_close(projector(core[:rank]), projector(whole[:rank]), rtol=0, atol=1e-8)
 
@@ -256,31 +254,25 @@ def test_several_hook_points_in_one_pass(native, tokens):
 
 
 def test_an_alias_is_stored_under_its_transformerlens_name(native, tokens):
-    core = ace.extract_core(
-        native, ace.Samples.from_tokens(tokens), ace.CentredLogits(), "blocks.1.hook_out", rank=1
-    )
+    core = ace.extract_core(native, ace.Samples.from_tokens(tokens), ace.CentredLogits(), "blocks.1.hook_out", rank=1)
     assert core.hook_point == "blocks.1.hook_resid_post"
 
 
 def test_bad_input_is_refused(native, tokens):
     target = ace.CentredLogits()
     samples = ace.Samples.from_tokens(tokens)
-    with pytest.raises(
-        ValueError, match=r"no hook point 'blocks\.1\.hook_resid_pots'.*blocks\.1\.hook_resid_post"
-    ):
+    with pytest.raises(ValueError, match=r"no hook point 'blocks\.1\.hook_resid_pots'.*blocks\.1\.hook_resid_post"):
         ace.extract_core(native, samples, target, "blocks.1.hook_resid_pots")
     with pytest.raises(ValueError, match="6 samples cannot span a core of rank 6"):
         ace.extract_core(native, samples, target, "blocks.1.hook_resid_post", rank=6)
+    same = ace.Samples.from_tokens(tokens[:1].expand(6, -1))
     with pytest.raises(ValueError, match="do not vary along anything that the target reads"):
-        same = ace.Samples.from_tokens(tokens[:1].expand(6, -1))
         ace.extract_core(native, same, target, "blocks.1.hook_resid_post", rank=1)
     streaming = ace.CoreExtractor("hook_embed")
     with pytest.raises(ValueError, match="No samples have been taken in"):
         streaming.core()
     streaming.update(*draw(20, 5, 1, 0))
-    with pytest.raises(
-        ValueError, match=r"Jacobians \[target, d_model\] of \(2, 5\), earlier ones had \(1, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"Jacobians \[target, d_model\] of \(2, 5\), earlier ones had \(1, 5\)"):
         streaming.update(*draw(20, 5, 2, 0))
     with pytest.raises(ValueError, match="rank or an energy, not both"):
         streaming.core(rank=1, energy=0.5)
@@ -293,5 +285,5 @@ def test_bad_input_is_refused(native, tokens):
     with pytest.raises(ValueError, match="do not merge"):
         streaming.merge(ace.CoreExtractor("hook_pos_embed").update(*draw(20, 5, 1, 0)))
     one = ace.CoreExtractor("hook_embed").update(torch.randn(30, 5), torch.ones(30, 1, 5))
-    with pytest.raises(ValueError, match="Only 1 directions .* there is no core of rank 2"):
+    with pytest.raises(ValueError, match=r"Only 1 directions .* there is no core of rank 2"):
         one.core(rank=2)

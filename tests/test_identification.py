@@ -53,9 +53,7 @@ def test_matching_beats_sorting():
     found = torch.tensor([0.95 - 0.5j, 0.2 + 0j, 1.01 + 0j, 0.92 + 0.5j])
     matched, errors = ace.match_eigenvalues(found, reference)
     assert matched.tolist() == found[[2, 3, 0]].tolist()
-    torch.testing.assert_close(
-        errors, torch.tensor([0.01, 0.02, 0.05], dtype=torch.float64), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(errors, torch.tensor([0.01, 0.02, 0.05], dtype=torch.float64), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="1 eigenvalues cannot be matched to 3"):
         ace.match_eigenvalues(found[:1], reference)
 

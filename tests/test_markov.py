@@ -13,12 +13,8 @@ from ace_lens.experiments import markov
 def test_chains_follow_the_transition_matrix():
     chains = markov.sample_chains(2000, torch.Generator().manual_seed(0))
     counts = torch.zeros(4, 4, dtype=torch.float64)
-    counts.index_put_(
-        (chains[:, :-1].flatten(), chains[:, 1:].flatten()), torch.tensor(1.0).double(), accumulate=True
-    )
-    torch.testing.assert_close(
-        counts / counts.sum(1, keepdim=True), markov.transition_matrix(), rtol=0, atol=0.01
-    )
+    counts.index_put_((chains[:, :-1].flatten(), chains[:, 1:].flatten()), torch.tensor(1.0).double(), accumulate=True)
+    torch.testing.assert_close(counts / counts.sum(1, keepdim=True), markov.transition_matrix(), rtol=0, atol=0.01)
     assert torch.equal(chains, markov.sample_chains(2000, torch.Generator().manual_seed(0)))
 
 

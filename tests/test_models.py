@@ -33,9 +33,7 @@ def test_canonical_names_hold_the_same_tensor(model, tokens):
 
 
 def test_an_unknown_hook_point_shows_the_nearest(model):
-    with pytest.raises(
-        ValueError, match=r"no hook point 'blocks\.1\.hook_resid_pst'.*blocks\.1\.hook_resid_post"
-    ):
+    with pytest.raises(ValueError, match=r"no hook point 'blocks\.1\.hook_resid_pst'.*blocks\.1\.hook_resid_post"):
         resolve_hook_point(model, "blocks.1.hook_resid_pst")
     with pytest.raises(ValueError, match=r"no hook point 'xyz'\. Nearest names: blocks\.0\.hook_resid"):
         resolve_hook_point(model, "xyz")
@@ -60,9 +58,7 @@ def test_attached_hooks_see_what_the_user_s_hooks_did_first(native, tokens):
     seen = []
     with attached(native, [("blocks.0.hook_out", lambda activation, hook: seen.append(activation))]):
         native(tokens)
-    with native.hooks(
-        fwd_hooks=[("blocks.0.hook_resid_post", lambda activation, hook: seen.append(activation))]
-    ):
+    with native.hooks(fwd_hooks=[("blocks.0.hook_resid_post", lambda activation, hook: seen.append(activation))]):
         native(tokens)
     assert torch.equal(*seen)
     assert len(point.fwd_hooks) == 1

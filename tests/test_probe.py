@@ -194,9 +194,7 @@ def test_values_that_are_not_finite_are_refused_with_their_place(native, tokens)
     probe = ace.JacobianProbe(native, ace.CentredLogits([3, 5]), "blocks.1.hook_resid_post", batch_size=4)
     with (
         native.hooks(fwd_hooks=[("blocks.0.hook_resid_post", spoil)]),
-        pytest.raises(
-            ValueError, match=r"activation at blocks\.1\.hook_resid_post is NaN or infinite in batch 0"
-        ),
+        pytest.raises(ValueError, match=r"activation at blocks\.1\.hook_resid_post is NaN or infinite in batch 0"),
     ):
         probe(samples)
 
@@ -210,9 +208,7 @@ def test_an_encoder_is_refused(tokenizer):
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-    )
+    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     config.architectures = ["BertForMaskedLM"]
     model = TransformerBridge.boot_transformers(
         "google-bert/bert-base-cased", hf_model=BertForMaskedLM(config), tokenizer=tokenizer, device="cpu"
@@ -249,7 +245,8 @@ def test_attention_in_both_directions_is_noticed_where_no_configuration_says_so(
 
 def test_a_model_in_another_process_is_refused():
     class RemoteBridge:
-        hook_dict = {"hook_embed": None}
+        def __init__(self):
+            self.hook_dict = {"hook_embed": None}
 
         def __call__(self, tokens):
             return tokens

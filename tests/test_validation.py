@@ -64,9 +64,7 @@ def test_after_the_last_block_nothing_upstream_runs_again(model, tokens):
 
 
 def test_a_model_that_restarts_wrongly_is_run_in_full(native, tokens, monkeypatch):
-    monkeypatch.setattr(
-        downstream, "_from_last_block", lambda *arguments: torch.zeros(len(tokens), native.cfg.d_vocab)
-    )
+    monkeypatch.setattr(downstream, "_from_last_block", lambda *arguments: torch.zeros(len(tokens), native.cfg.d_vocab))
     core = random_core(3, "blocks.2.hook_resid_post")
     samples = ace.Samples.from_tokens(tokens)
     validation = ace.validate(native, core, samples, TARGET, ace.KL)
@@ -187,9 +185,7 @@ def test_default_scores_and_missing_labels(native, tokens):
     unlabelled = ace.Samples.from_tokens(tokens)
     with pytest.raises(ValueError, match="no default score for these samples"):
         ace.validate(native, core, unlabelled, margin)
-    with pytest.raises(
-        ValueError, match="'accuracy' compares outputs with labels, but the samples have none"
-    ):
+    with pytest.raises(ValueError, match="'accuracy' compares outputs with labels, but the samples have none"):
         ace.validate(native, core, unlabelled, TARGET, ace.ACCURACY)
     with pytest.raises(ValueError, match="one side is empty"):
         ace.validate(native, core, ace.Samples.from_tokens(tokens, labels=torch.ones(6)), margin, ace.ROC_AUC)

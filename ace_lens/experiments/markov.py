@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
+
 import ace_lens as ace
 from ace_lens.shapes import typed
 
@@ -156,9 +157,7 @@ class MarkovResults:
             "coordinates hold some memory of earlier ones, which persists.",
         ]
         if self.normalization == "pre":
-            lines += [
-                "Gains of LayerNorm start at one in every model; they alone lift the weight cosine above zero."
-            ]
+            lines += ["Gains of LayerNorm start at one in every model; they alone lift the weight cosine above zero."]
         return "\n".join(lines)
 
 
@@ -170,9 +169,7 @@ def transition_matrix() -> Float[Tensor, "state state"]:
 
 
 @typed
-def sample_chains(
-    n_sequences: int, generator: torch.Generator, length: int = LENGTH
-) -> Int[Tensor, "sequence time"]:
+def sample_chains(n_sequences: int, generator: torch.Generator, length: int = LENGTH) -> Int[Tensor, "sequence time"]:
     """Sequences of states, each from a uniformly drawn first state."""
     first = torch.randint(N_STATES, (n_sequences, 1), generator=generator)
     advances = torch.rand(n_sequences, length - 1, generator=generator) < ADVANCE
@@ -185,7 +182,8 @@ def build_model(seed: int, normalization: Literal["none", "pre"] = "none") -> An
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge import TransformerBridge
 
-    return TransformerBridge.boot_native(
+    bridge: Any = TransformerBridge  # boot_native is put on the class at run time
+    return bridge.boot_native(
         TransformerBridgeConfig(
             n_layers=1,
             d_model=D_MODEL,
@@ -202,9 +200,7 @@ def build_model(seed: int, normalization: Literal["none", "pre"] = "none") -> An
     )
 
 
-def train_model(
-    model: Any, chains: Tensor, recipe: Recipe, generator: torch.Generator, *, progress: bool
-) -> None:
+def train_model(model: Any, chains: Tensor, recipe: Recipe, generator: torch.Generator, *, progress: bool) -> None:
     """Train a model to predict the next state of the chains, in batches drawn by the generator."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
@@ -253,7 +249,7 @@ def run_markov(config: MarkovConfig) -> tuple[MarkovResults, list[ace.Core]]:
         rank = selection.r_suf or ranks[-1]
         core = full[:rank]
         proof = ace.validate(model, core, judge, target)
-        trajectories = tuple(_trajectories(model, core, samples) for samples in (select, judge))
+        trajectories = _trajectories(model, core, select), _trajectories(model, core, judge)
         operator = ace.fit_operator(*trajectories)
         matched, errors = ace.match_eigenvalues(operator.eigenvalues, truth)
         results.append(
