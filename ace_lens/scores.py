@@ -1,7 +1,7 @@
 """How well a task is done: functions of its outputs and labels.
 
 A score takes outputs `[sample, target]`, labels `[sample]` and the outputs of the unedited model. It returns
-one value a sample, whose mean is the score, or a single value.
+one value a sample, whose mean is the score, or a single value; NaN where the samples leave it undefined.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _roc_auc(outputs: Tensor, labels: Tensor, clean: Tensor) -> Tensor:
     positive = labels.bool()
     n_positive, n_negative = int(positive.sum()), int((~positive).sum())
     if n_positive == 0 or n_negative == 0:
-        raise ValueError("ROC AUC needs samples with label 1 and samples with label 0; one side is empty.")
+        return torch.tensor(torch.nan)
     ranks = torch.as_tensor(rankdata(outputs[:, 0].double().cpu().numpy()))
     above = ranks[positive.cpu()].sum() - n_positive * (n_positive + 1) / 2
     return above / (n_positive * n_negative)

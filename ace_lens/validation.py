@@ -218,12 +218,18 @@ class _Bootstrap:
 
     def __call__(self, outputs: Tensor) -> Estimate:
         values = self.score.function(outputs, self.labels.to(outputs.device), self.clean).double().cpu()
+        if values.isnan().any():
+            raise ValueError(
+                f"The score {self.score.name!r} is undefined on these samples. ROC AUC, for one, needs samples with "
+                "label 1 and samples with label 0."
+            )
         if values.ndim:
             weights = self._counts[:, self._sequence].double()
             resampled = weights @ values / weights.sum(1)
         else:
             resampled = torch.stack([self._resampled(outputs, counts) for counts in self._counts])
-        low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        # A resample of few sequences may leave a score undefined, such as ROC AUC when it drew one label only.
+        low, high = resampled.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
         return Estimate(float(values.mean()), low, high)
 
     def _resampled(self, outputs: Tensor, counts: Tensor) -> Tensor:

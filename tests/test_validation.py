@@ -187,7 +187,7 @@ def test_default_scores_and_missing_labels(native, tokens):
         ace.validate(native, core, unlabelled, margin)
     with pytest.raises(ValueError, match="'accuracy' compares outputs with labels, but the samples have none"):
         ace.validate(native, core, unlabelled, TARGET, ace.ACCURACY)
-    with pytest.raises(ValueError, match="one side is empty"):
+    with pytest.raises(ValueError, match="'ROC AUC' is undefined on these samples"):
         ace.validate(native, core, ace.Samples.from_tokens(tokens, labels=torch.ones(6)), margin, ace.ROC_AUC)
     with pytest.raises(ValueError, match="there is no rank 3"):
         ace.validate(native, core, samples, margin, ranks=[3])
