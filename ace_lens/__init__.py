@@ -1,22 +1,48 @@
 """Find, prove and steer algorithmic cores of transformers, in any TransformerLens session.
 
-The road, each step a module: samples -> targets -> probe -> extraction -> core -> hooks -> validation ->
-identification, comparison.
+The road, each step a module: samples -> targets -> core -> hooks -> probe -> extraction -> validation -> controls ->
+identification -> comparison -> transplant -> discovery.
 """
 
-from ace_lens.comparison import canonical_correlations, overlap, weight_cosine
+from ace_lens.comparison import (
+    RankCorrelation,
+    canonical_correlation_p_values,
+    canonical_correlations,
+    consensus_cores,
+    linear_cka,
+    overlap,
+    principal_angles,
+    spearman,
+    weight_cosine,
+)
+from ace_lens.controls import (
+    ControlRow,
+    Controls,
+    compare_with_controls,
+)
 from ace_lens.core import Core, Provenance
-from ace_lens.downstream import EditedOutputs, edited_outputs
+from ace_lens.discovery import Proof, find_core
+from ace_lens.downstream import EditedOutputs, PausedPass, edited_outputs, paused_passes
 from ace_lens.extraction import CoreExtractor, extract_core, extract_cores
 from ace_lens.hooks import CoreHook, CoreIntervention, ProjectionAblator, SignFlipSteerer
-from ace_lens.identification import LinearOperator, fit_operator, match_eigenvalues, oracle_r2
+from ace_lens.identification import (
+    LinearOperator,
+    eigenvalue_intervals,
+    fit_cycle,
+    fit_operator,
+    match_eigenvalues,
+    oracle_r2,
+    spectrum_p_value,
+)
 from ace_lens.models import HookedModel, attached
+from ace_lens.plots import plot_controls, plot_validation
 from ace_lens.positions import Positions
 from ace_lens.probe import JacobianProbe, Probed
 from ace_lens.samples import Samples
 from ace_lens.scores import ACCURACY, CROSS_ENTROPY, KL, MEAN_MARGIN, ROC_AUC, Score
 from ace_lens.targets import CentredLogits, LogitMargin, Target
-from ace_lens.validation import Estimate, Validation, validate
+from ace_lens.transplant import Transplant, transplant
+from ace_lens.validation import Estimate, Validation, text_perplexity, validate
 
 __all__ = [
     "ACCURACY",
@@ -25,6 +51,8 @@ __all__ = [
     "MEAN_MARGIN",
     "ROC_AUC",
     "CentredLogits",
+    "ControlRow",
+    "Controls",
     "Core",
     "CoreExtractor",
     "CoreHook",
@@ -35,24 +63,43 @@ __all__ = [
     "JacobianProbe",
     "LinearOperator",
     "LogitMargin",
+    "PausedPass",
     "Positions",
     "Probed",
     "ProjectionAblator",
+    "Proof",
     "Provenance",
+    "RankCorrelation",
     "Samples",
     "Score",
     "SignFlipSteerer",
     "Target",
+    "Transplant",
     "Validation",
     "attached",
+    "canonical_correlation_p_values",
     "canonical_correlations",
+    "compare_with_controls",
+    "consensus_cores",
     "edited_outputs",
+    "eigenvalue_intervals",
     "extract_core",
     "extract_cores",
+    "find_core",
+    "fit_cycle",
     "fit_operator",
+    "linear_cka",
     "match_eigenvalues",
     "oracle_r2",
     "overlap",
+    "paused_passes",
+    "plot_controls",
+    "plot_validation",
+    "principal_angles",
+    "spearman",
+    "spectrum_p_value",
+    "text_perplexity",
+    "transplant",
     "validate",
     "weight_cosine",
 ]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import tyro
 
+from ace_lens.experiments.figures import plot_markov
 from ace_lens.experiments.markov import MarkovConfig, run_markov
-from ace_lens.plots import plot_markov
 
 
 def markov(config: MarkovConfig) -> None:

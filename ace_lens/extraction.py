@@ -24,19 +24,22 @@ class _TriangularFactor:
     """Rows R with R^T R = X^T X for all rows X seen so far; never many more than twice d_model of them."""
 
     def __init__(self, d_model: int) -> None:
-        self.rows = torch.empty(0, d_model, dtype=torch.float64)
+        self.d_model = d_model
+        self._blocks: list[Tensor] = []
+        self._n_rows = 0
 
     def append(self, rows: Tensor) -> None:
-        self.rows = torch.cat([self.rows, rows])
+        self._blocks.append(rows)
+        self._n_rows += len(rows)
         # Waiting until the factor has doubled makes the cost of re-triangularising proportional to the rows.
-        if self.rows.shape[0] > 2 * self.rows.shape[1]:
-            self.rows = self.compact()
+        if self._n_rows > 2 * self.d_model:
+            self._blocks = [self.compact()]
+            self._n_rows = len(self._blocks[0])
 
     def compact(self) -> Tensor:
         """The factor in at most d_model rows."""
-        if self.rows.shape[0] <= self.rows.shape[1]:
-            return self.rows
-        return torch.linalg.qr(self.rows, mode="r").R
+        rows = torch.cat(self._blocks)
+        return rows if len(rows) <= self.d_model else torch.linalg.qr(rows, mode="r").R
 
 
 class CoreExtractor:
@@ -54,8 +57,8 @@ class CoreExtractor:
         self.hook_point = hook_point
         self.provenance = provenance or Provenance()
         self.n_samples = 0
-        self._mean: Tensor | None = None
-        self._mean_jacobian: Tensor | None = None
+        self._mean: Tensor
+        self._mean_jacobian: Tensor
         self._reached: _TriangularFactor
         self._observed: _TriangularFactor
 
@@ -64,24 +67,18 @@ class CoreExtractor:
         """Take in a batch: `[sample, d_model]` and `[sample, target, d_model]`, in any float dtype.
 
         Raises:
-            ValueError: a value is not finite, or the batch has another width or number of outputs than before.
+            ValueError: the batch is empty, a value is not finite, or its width or number of outputs is another than
+                before.
         """
         activations, jacobians = (part.detach().double().cpu() for part in (activations, jacobians))
+        if len(activations) == 0:
+            raise ValueError("This batch has no samples. Leave empty batches out.")
         if not (activations.isfinite().all() and jacobians.isfinite().all()):
             raise ValueError(
-                f"Activations or Jacobians at {self.hook_point} are NaN or infinite in the batch that follows "
-                f"sample {self.n_samples}. Leave such samples out, or find what makes them so."
+                f"Activations or Jacobians at {self.hook_point} are NaN or infinite in the batch that follows sample "
+                f"{self.n_samples}. Leave such samples out, or find what makes them so."
             )
-        if self._mean is None or self._mean_jacobian is None:
-            self._mean = torch.zeros(activations.shape[1], dtype=torch.float64)
-            self._mean_jacobian = torch.zeros(jacobians.shape[1:], dtype=torch.float64)
-            self._reached = _TriangularFactor(activations.shape[1])
-            self._observed = _TriangularFactor(activations.shape[1])
-        elif self._mean_jacobian.shape != jacobians.shape[1:]:
-            raise ValueError(
-                f"This batch has Jacobians [target, d_model] of {tuple(jacobians.shape[1:])}, earlier ones had "
-                f"{tuple(self._mean_jacobian.shape)}. One extractor takes one target at one hook point."
-            )
+        self._require_shape(jacobians.shape[1:])
         mean = activations.mean(0)
         self._absorb(len(activations), mean, activations - mean, jacobians.flatten(0, 1), jacobians.mean(0))
         return self
@@ -92,34 +89,37 @@ class CoreExtractor:
         Raises:
             ValueError: the other extractor is for another hook point, width or number of outputs.
         """
-        if other._mean is None or other._mean_jacobian is None:
-            return self
-        if self._mean is None or self._mean_jacobian is None:
-            self._mean = torch.zeros_like(other._mean)
-            self._mean_jacobian = torch.zeros_like(other._mean_jacobian)
-            self._reached = _TriangularFactor(len(other._mean))
-            self._observed = _TriangularFactor(len(other._mean))
-        if other.hook_point != self.hook_point or other._mean_jacobian.shape != self._mean_jacobian.shape:
+        if other.hook_point != self.hook_point:
             raise ValueError(
-                f"Extractors for {self.hook_point} {tuple(self._mean_jacobian.shape)} and {other.hook_point} "
-                f"{tuple(other._mean_jacobian.shape)} do not merge: hook point and [target, d_model] must agree."
+                f"Extractors for {self.hook_point} and {other.hook_point} do not merge: a core lives at one hook point."
             )
-        self._absorb(other.n_samples, other._mean, other._reached.rows, other._observed.rows, other._mean_jacobian)
+        if other.n_samples:
+            self._require_shape(other._mean_jacobian.shape)
+            self._absorb(
+                other.n_samples, other._mean, other._reached.compact(), other._observed.compact(), other._mean_jacobian
+            )
         return self
+
+    def _require_shape(self, shape: torch.Size) -> None:
+        if self.n_samples and self._mean_jacobian.shape != shape:
+            raise ValueError(
+                f"These Jacobians are [target, d_model] = {tuple(shape)}, earlier ones were "
+                f"{tuple(self._mean_jacobian.shape)}. One extractor takes one target at one hook point."
+            )
 
     def _absorb(self, n_samples: int, mean: Tensor, reached: Tensor, observed: Tensor, mean_jacobian: Tensor) -> None:
         """Add the factors of `n_samples` further samples.
 
-        Each factor of H is centred about its own mean. About the common mean there is one more row between
-        them, sqrt(n_a n_b / (n_a + n_b)) (mu_a - mu_b).
+        Each factor of H is centred about its own mean. About the common mean there is one more row between them,
+        sqrt(n_a n_b / (n_a + n_b)) (mu_a - mu_b).
         """
-        assert self._mean is not None
-        assert self._mean_jacobian is not None
+        if not self.n_samples:
+            self._mean, self._mean_jacobian = torch.zeros_like(mean), torch.zeros_like(mean_jacobian)
+            self._reached, self._observed = _TriangularFactor(len(mean)), _TriangularFactor(len(mean))
         total = self.n_samples + n_samples
         shift = mean - self._mean
         if self.n_samples:
-            between = (self.n_samples * n_samples / total) ** 0.5 * shift
-            self._reached.append(between.unsqueeze(0))
+            self._reached.append((self.n_samples * n_samples / total) ** 0.5 * shift.unsqueeze(0))
         self._reached.append(reached)
         self._observed.append(observed)
         self._mean = self._mean + n_samples / total * shift
@@ -144,7 +144,7 @@ class CoreExtractor:
             raise ValueError("Give a rank or an energy, not both.")
         if energy is not None and not 0 < energy <= 1:
             raise ValueError(f"An energy is a share in (0, 1], not {energy}.")
-        if self._mean is None or self._mean_jacobian is None:
+        if not self.n_samples:
             raise ValueError("No samples have been taken in: call update first.")
         if rank is not None and not 1 <= rank <= len(self._mean):
             raise ValueError(f"A rank is between 1 and d_model = {len(self._mean)}, not {rank}.")

@@ -1,10 +1,11 @@
 """Reading the algorithm inside a core: the linear operator that moves its coordinates from step to step."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
@@ -18,62 +19,149 @@ class LinearOperator:
 
     Arguments:
         matrix: `[rank, rank]`, A, acting on columns.
-        offset: `[rank]`, b.
-        eigenvalues: `[rank]`, of A, by descending modulus.
-        r2: R^2 of the next step on held-out sequences, in coordinates that are white there: the mean over the
-            core's dimensions of 1 - residual variance / variance. Whitened, it does not depend on the basis,
+        offset: `[rank]`, b; zero for a fit about the mean.
+        eigenvalues: `[rank]`, of A on the subspace it was fitted in, by descending modulus; fewer than the rank if that
+            subspace was cut.
+        r2: R^2 of the next step, held out where sequences were held out, in coordinates that are white there: the mean
+            over the core's dimensions of 1 - residual variance / variance. Whitened, it does not depend on the basis,
             nor on how strongly a model happens to write each dimension.
     """
 
     matrix: Float[Tensor, "rank rank"]
     offset: Float[Tensor, "rank"]
-    eigenvalues: Complex[Tensor, "rank"]
+    eigenvalues: Complex[Tensor, "n_eigenvalues"]
     r2: float
+
+    def unit_circle_share(self, period: int) -> float:
+        """The share of eigenvalues within sin(pi / period) of the unit circle.
+
+        That is half the distance between neighbouring p-th roots of unity.
+        """
+        return float(((self.eigenvalues.abs() - 1).abs() <= math.sin(math.pi / period)).double().mean())
+
+    def modes(self, period: int) -> list[int]:
+        """The frequencies present: angles rounded to multiples of 2 pi / period, folded to 0 .. period // 2."""
+        turns = (self.eigenvalues.angle() * period / (2 * math.pi)).round().long() % period
+        return sorted({min(turn, period - turn) for turn in turns.tolist()})
 
 
 @typed
 def fit_operator(
     trajectories: Float[Tensor, "sequence time rank"],
     held_out: Float[Tensor, "held_out_sequence held_out_time rank"],
+    *,
+    affine: bool = True,
+    ridge: float = 0.0,
+    cut: float = 0.0,
 ) -> LinearOperator:
     """Fit one step of linear dynamics to core coordinates, never across the join of two sequences.
 
     Arguments:
         trajectories: `[sequence, time, rank]`, core coordinates to fit on.
         held_out: the same for other sequences; `r2` is taken on these.
+        affine: fit an offset; if not, the coordinates are taken as they are, about the core's mean.
+        ridge: penalty on the entries of A, as a share of the coordinates' mean variance.
+        cut: fit only in the directions whose singular value reaches this share of the largest.
 
     Raises:
         ValueError: sequences of one step, or fewer transitions than unknowns.
     """
-    rank = trajectories.shape[2]
-    before, after = (part.double().flatten(0, 1) for part in (trajectories[:, :-1], trajectories[:, 1:]))
-    if len(before) <= rank:
-        raise ValueError(
-            f"{len(before)} transitions cannot determine an operator on {rank} dimensions. Give more or longer "
-            "sequences."
-        )
-    solution = torch.linalg.lstsq(_affine(before), after).solution
-    matrix, offset = solution[:rank].T.contiguous(), solution[rank]
-    before, after = (part.double().flatten(0, 1) for part in (held_out[:, :-1], held_out[:, 1:]))
+    before, after = _transitions(trajectories)
+    matrix, offset, frame = _least_squares(before, after, affine=affine, ridge=ridge, cut=cut)
+    before, after = _transitions(held_out)
     residual = after - (before @ matrix.T + offset)
-    values = torch.linalg.eigvals(matrix)
-    return LinearOperator(
-        matrix=matrix,
-        offset=offset,
-        eigenvalues=values[values.abs().argsort(descending=True)],
-        r2=_whitened_r2(residual, after),
+    return LinearOperator(matrix, offset, _spectrum(matrix, frame), whitened_r2(residual @ frame, after @ frame))
+
+
+@typed
+def fit_cycle(
+    coordinates: Float[Tensor, "sample rank"], classes: Int[Tensor, "sample"], period: int, *, cut: float = 1e-3
+) -> LinearOperator:
+    """Fit the step from each class of a cyclic task to the next, to the class means of core coordinates.
+
+    z_c is the mean coordinate of answer class c about the mean of all classes; A z_c ~ z_{c+1 mod p} by least squares,
+    in the directions whose singular value reaches `cut` of the largest, at most p - 1 of them. `r2` is that of the fit
+    itself: p means leave none to hold out.
+
+    Arguments:
+        coordinates: `[sample, rank]`.
+        classes: `[sample]`, 0 to period - 1.
+        period: p, the number of classes.
+        cut: see above.
+
+    Raises:
+        ValueError: a class without samples, or classes out of range.
+    """
+    counts = torch.bincount(classes, minlength=period)
+    if len(counts) > period or bool((counts == 0).any()):
+        raise ValueError(
+            f"Every class from 0 to {period - 1} needs samples, and no other may have any; missing: "
+            f"{(counts[:period] == 0).nonzero()[:, 0].tolist()[:5]}, highest class: {len(counts) - 1}."
+        )
+    means = torch.zeros(period, coordinates.shape[1], dtype=torch.float64)
+    means.index_add_(0, classes, coordinates.double())
+    means = means / counts[:, None]
+    means = means - means.mean(0)
+    following = means.roll(-1, 0)
+    matrix, offset, frame = _least_squares(means, following, affine=False, ridge=0.0, cut=cut, at_most=period - 1)
+    residual = (following - means @ matrix.T) @ frame
+    return LinearOperator(matrix, offset, _spectrum(matrix, frame), whitened_r2(residual, following @ frame))
+
+
+@typed
+def bootstrap_eigenvalues(
+    trajectories: Float[Tensor, "sequence time rank"],
+    *,
+    n_resamples: int,
+    generator: torch.Generator,
+    affine: bool = True,
+) -> Complex[Tensor, "resample rank"]:
+    """Eigenvalues refitted on resampled sequences, in the order of those fitted on all of them.
+
+    Whole sequences are drawn, with replacement; each refit is matched to the fit on all sequences.
+
+    Arguments:
+        trajectories: `[sequence, time, rank]`.
+        n_resamples: how many refits.
+        generator: draws the sequences.
+        affine: as for `fit_operator`.
+    """
+    rank = trajectories.shape[2]
+
+    def spectrum(states: Tensor) -> Tensor:
+        matrix, _, frame = _least_squares(*_transitions(states), affine=affine, ridge=0.0, cut=0.0)
+        return _spectrum(matrix, frame)
+
+    reference = spectrum(trajectories)
+    found = torch.empty(n_resamples, rank, dtype=torch.complex128)
+    for row in range(n_resamples):
+        drawn = torch.randint(len(trajectories), (len(trajectories),), generator=generator)
+        found[row] = match_eigenvalues(spectrum(trajectories[drawn]), reference)[0]
+    return found
+
+
+@typed
+def eigenvalue_intervals(
+    trajectories: Float[Tensor, "sequence time rank"],
+    *,
+    n_resamples: int = 200,
+    generator: torch.Generator,
+    affine: bool = True,
+) -> tuple[Complex[Tensor, "rank"], Complex[Tensor, "rank"]]:
+    """95% bootstrap intervals of the eigenvalues, as lower and upper corners in the complex plane.
+
+    The intervals are reflected about the estimate (the basic bootstrap), real and imaginary parts apart. They are in
+    the order of `fit_operator(...).eigenvalues`; arguments are those of `bootstrap_eigenvalues`.
+    """
+    found = bootstrap_eigenvalues(trajectories, n_resamples=n_resamples, generator=generator, affine=affine)
+    matrix, _, frame = _least_squares(*_transitions(trajectories), affine=affine, ridge=0.0, cut=0.0)
+    estimate = _spectrum(matrix, frame)
+    share = torch.tensor([0.975, 0.025], dtype=torch.float64)
+    real, imaginary = (
+        2 * centre - part.quantile(share, dim=0)
+        for centre, part in ((estimate.real, found.real), (estimate.imag, found.imag))
     )
-
-
-def _affine(states: Tensor) -> Tensor:
-    return torch.cat([states, torch.ones(len(states), 1, dtype=states.dtype)], dim=1)
-
-
-def _whitened_r2(residual: Tensor, observed: Tensor) -> float:
-    """1 - tr(Cov(observed)^-1 Cov(residual)) / rank, the residual about zero."""
-    deviation = observed - observed.mean(0)
-    share = torch.linalg.solve(deviation.T @ deviation, residual.T @ residual)
-    return 1 - float(share.trace()) / len(share)
+    return torch.complex(real[0], imaginary[0]), torch.complex(real[1], imaginary[1])
 
 
 @typed
@@ -97,12 +185,43 @@ def match_eigenvalues(
 
 
 @typed
-def oracle_r2(transition: Float[Tensor, "state state"]) -> float:
-    """R^2 of the next one-hot state given the current one: the most that any one-step prediction explains.
+def spectrum_p_value(
+    trajectories: Float[Tensor, "sequence time rank"],
+    reference: Complex[Tensor, "n_reference"],
+    *,
+    n_permutations: int = 200,
+    generator: torch.Generator,
+) -> float:
+    """How often states in shuffled order come as close to a reference spectrum as in their own.
 
-    1 - mean_j E[Var(x_j | state)] / Var(x_j), with the current state drawn from the chain's stationary
-    distribution. For a chain whose core holds every function of the state, it is also the ceiling of
-    `LinearOperator.r2`.
+    The statistic is the mean distance of the matched eigenvalues. Under the null, which state follows which is
+    permuted over all transitions, so that nothing moves by a rule. With the usual correction, the smallest p-value is
+    1 / (n_permutations + 1).
+
+    Arguments:
+        trajectories: `[sequence, time, rank]`.
+        reference: the spectrum, of at most `rank` eigenvalues.
+        n_permutations: draws from the null.
+        generator: draws the permutations.
+    """
+    before, after = _transitions(trajectories)
+
+    def distance(after: Tensor) -> float:
+        matrix, _, frame = _least_squares(before, after, affine=True, ridge=0.0, cut=0.0)
+        return float(match_eigenvalues(_spectrum(matrix, frame), reference)[1].mean())
+
+    observed = distance(after)
+    null = [distance(after[torch.randperm(len(after), generator=generator)]) for _ in range(n_permutations)]
+    return (1 + sum(value <= observed for value in null)) / (n_permutations + 1)
+
+
+@typed
+def oracle_r2(transition: Float[Tensor, "state state"]) -> float:
+    """R^2 of the next one-hot state given the current one: the most that the current state alone explains.
+
+    1 - mean_j E[Var(x_j | state)] / Var(x_j), with the current state drawn from the chain's stationary distribution.
+    For a core that holds every function of the current state and nothing else, it is also the value of
+    `LinearOperator.r2`. A core that remembers earlier states too can pass it, because what it remembers persists.
 
     Arguments:
         transition: `[state, state]`, row i the distribution of the state after i.
@@ -114,3 +233,52 @@ def oracle_r2(transition: Float[Tensor, "state state"]) -> float:
     next_state = stationary @ rows
     unexplained = stationary @ (rows * (1 - rows))
     return 1 - float((unexplained / (next_state * (1 - next_state))).mean())
+
+
+def _transitions(trajectories: Tensor) -> tuple[Tensor, Tensor]:
+    """States `[transition, rank]` before and after each step inside a sequence."""
+    states = trajectories.double().cpu()
+    return states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
+
+
+def _least_squares(
+    before: Tensor, after: Tensor, *, affine: bool, ridge: float, cut: float, at_most: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A, b, and the frame `[rank, k]` of directions that A was fitted in: A = frame A' frame^T."""
+    n_transitions, rank = before.shape
+    if n_transitions < rank + affine:
+        raise ValueError(
+            f"{n_transitions} transitions cannot determine an operator on {rank} dimensions. Give more or longer "
+            "sequences."
+        )
+    shift_before = before.mean(0) if affine else torch.zeros_like(before[0])
+    shift_after = after.mean(0) if affine else torch.zeros_like(after[0])
+    states, following = before - shift_before, after - shift_after
+    _, sizes, directions = torch.linalg.svd(states, full_matrices=False)
+    # Directions without any variation say nothing of the operator.
+    kept = sizes > sizes.max() * max(cut, len(states) * torch.finfo(torch.float64).eps)
+    frame = directions[kept].T[:, :at_most]
+    states, following = states @ frame, following @ frame
+    if ridge:
+        weight = (ridge * float(states.square().sum()) / states.shape[1]) ** 0.5
+        states = torch.cat([states, weight * torch.eye(states.shape[1], dtype=states.dtype)])
+        following = torch.cat([following, torch.zeros_like(states[-states.shape[1] :])])
+    inner = torch.linalg.lstsq(states, following).solution.T
+    matrix = frame @ inner @ frame.T
+    return matrix, shift_after - matrix @ shift_before, frame
+
+
+def _spectrum(matrix: Tensor, frame: Tensor) -> Tensor:
+    """Eigenvalues inside the frame, by descending modulus."""
+    values = torch.linalg.eigvals(frame.T @ matrix @ frame)
+    return values[values.abs().argsort(descending=True, stable=True)]
+
+
+def whitened_r2(residual: Tensor, observed: Tensor) -> float:
+    """R^2 in white coordinates, 1 - tr(Cov(observed)^-1 E[residual residual^T]) / rank, for `[n, rank]` each.
+
+    The mean over dimensions of the share of variance explained; no change of basis alters it.
+    """
+    deviation = observed - observed.mean(0)
+    share = torch.linalg.solve(deviation.T @ deviation, residual.T @ residual)
+    return 1 - float(share.trace()) / len(share)

@@ -1,126 +1,111 @@
-"""Figures of results, readable in black and white: shapes and shades carry the meaning, never colour alone."""
-
-from collections.abc import Sequence
+"""Figures of reports, at column width and readable in black and white: shapes and shades carry the meaning."""
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ace_lens.experiments.markov import MarkovResults
+from ace_lens.controls import Controls
+from ace_lens.validation import Estimate, Validation
+
+COLUMN_WIDTH = 3.4
+"""Inches: the width of a column in a two-column paper."""
+MARKERS = {"keep": "o", "remove": "s", "flip": "^"}
 
 
-def _axes_style(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=9, loc="left")
+def style_axes(axes: Axes, title: str | None = None) -> None:
+    """The look that all figures share."""
+    if title is not None:
+        axes.set_title(title, fontsize=9, loc="left")
     axes.tick_params(labelsize=7)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def plot_markov(results: MarkovResults) -> Figure:
-    """The experiment in five panels.
+def errors(estimates: list[Estimate]) -> np.ndarray:
+    """Distances from the values to the ends of their intervals, `[2, n]`, as matplotlib's `errorbar` takes them."""
+    bounds = np.array([(e.value - e.low, e.high - e.value) for e in estimates]).T
+    # A percentile interval need not contain its estimate to the last digit.
+    return bounds.clip(min=0)
 
-    Weights of independently trained models have nothing in common, each core is sufficient and necessary, the
-    cores lie in unrelated subspaces, yet carry the same coordinates, and step by the chain's own eigenvalues.
+
+def plot_validation(validation: Validation, controls: Controls | None = None) -> Figure:
+    """Score against rank: keep rising to the baseline, remove falling to chance, flip beyond it.
+
+    Arguments:
+        validation: a validation of several ranks.
+        controls: if given, the range of random subspaces (keep and remove) stands behind, at the rank it was taken at.
     """
     # A Figure of its own, not pyplot's: drawing must not depend on a screen or leave global state behind.
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    grid = figure.subplot_mosaic([["weights", "scores", "scores"], ["overlap", "cca", "eigenvalues"]])
-    names = [str(model.seed) for model in results.models]
-    pairs = [pair.models for pair in results.pairs]
-    _pair_matrix(grid["weights"], names, pairs, [pair.weight_cosine for pair in results.pairs])
-    _axes_style(grid["weights"], "a  weight cosine")
-    _scores(grid["scores"], results)
-    _axes_style(grid["scores"], "b  keep and remove the core")
-    _pair_matrix(grid["overlap"], names, pairs, [pair.overlap for pair in results.pairs])
-    _axes_style(grid["overlap"], "c  subspace overlap")
-    _correlations(grid["cca"], results)
-    _axes_style(grid["cca"], "d  canonical correlations")
-    _eigenvalues(grid["eigenvalues"], results)
-    _axes_style(grid["eigenvalues"], "e  eigenvalues")
+    figure = Figure(figsize=(COLUMN_WIDTH, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for name, shade in (("keep", "black"), ("remove", "black"), ("flip", "0.5")):
+        estimates = list(getattr(validation, name))
+        axes.errorbar(
+            validation.ranks,
+            [estimate.value for estimate in estimates],
+            errors(estimates),
+            marker=MARKERS[name],
+            markersize=4,
+            markerfacecolor="white" if name == "remove" else shade,
+            color=shade,
+            linewidth=0.8,
+            elinewidth=0.8,
+            capsize=2,
+            label=name,
+        )
+    axes.axhline(validation.baseline.value, color="black", linestyle="--", linewidth=0.8, label="baseline")
+    if validation.chance is not None:
+        axes.axhline(validation.chance, color="black", linestyle=":", linewidth=0.8, label="chance")
+    if controls is not None and controls.n_draws:
+        random = controls.row("random")
+        for name, shade in (("keep", "0.85"), ("remove", "0.7")):
+            band = getattr(random, name)
+            axes.fill_between(
+                [random.rank - 0.4, random.rank + 0.4],
+                band.low,
+                band.high,
+                color=shade,
+                zorder=0,
+                linewidth=0,
+                label=f"random, {name}",
+            )
+    axes.set_xticks(
+        validation.ranks if len(validation.ranks) <= 12 else validation.ranks[:: len(validation.ranks) // 8]
+    )
+    axes.set_xlabel("rank of the core")
+    axes.set_ylabel(validation.score)
+    axes.legend(fontsize=6, frameon=False, ncols=2)
+    style_axes(axes)
     return figure
 
 
-def _pair_matrix(axes: Axes, names: Sequence[str], pairs: Sequence[tuple[int, int]], values: Sequence[float]) -> None:
-    matrix = np.eye(len(names))
-    for (first, second), value in zip(pairs, values, strict=True):
-        a, b = names.index(str(first)), names.index(str(second))
-        matrix[a, b] = matrix[b, a] = value
-    axes.imshow(matrix, vmin=0, vmax=1, cmap="Greys")
-    for (row, column), value in np.ndenumerate(matrix):
-        shade = "white" if value > 0.5 else "black"
-        # Adding zero turns a rounded -0.00 into 0.00.
-        axes.text(column, row, f"{round(value, 2) + 0:.2f}", ha="center", va="center", color=shade, fontsize=8)
-    axes.set_xticks(range(len(names)), names)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("model", fontsize=8)
-    axes.set_ylabel("model", fontsize=8)
-
-
-def _scores(axes: Axes, results: MarkovResults) -> None:
-    groups = [
-        ("whole model", "accuracy", "white", ""),
-        ("core only", "keep", "0.7", ""),
-        ("core removed", "remove", "0.3", ""),
-    ]
-    width = 0.25
-    for offset, (label, name, shade, hatch) in enumerate(groups):
-        places = np.arange(len(results.models)) + (offset - 1) * width
-        heights = np.array([getattr(model, name) for model in results.models])
-        bounds = np.array([getattr(model, f"{name}_interval") for model in results.models]).T
-        axes.bar(places, heights, width, label=label, color=shade, edgecolor="black", hatch=hatch, linewidth=0.7)
-        errors = np.abs(bounds - heights)
-        axes.errorbar(places, heights, errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
-    for level, label, line in (
-        (results.truth.accuracy, "optimal", "--"),
-        (results.truth.chance, "chance", ":"),
-    ):
-        axes.axhline(level, color="black", linestyle=line, linewidth=0.9, label=label)
-    axes.set_xticks(range(len(results.models)), [f"model {model.seed}" for model in results.models])
-    axes.set_ylabel("accuracy", fontsize=8)
-    axes.set_ylim(0, 1)
-    axes.legend(fontsize=7, frameon=False, ncols=5, loc="upper center", columnspacing=0.9, handlelength=1.6)
-
-
-def _correlations(axes: Axes, results: MarkovResults) -> None:
-    markers = "osD^vP*X"
-    for index, pair in enumerate(results.pairs):
-        axes.plot(
-            range(1, len(pair.cca) + 1),
-            pair.cca,
-            marker=markers[index % len(markers)],
+def plot_controls(controls: Controls) -> Figure:
+    """Keep, remove and flip of the core and of each control, a line each."""
+    rows = controls.rows[::-1]
+    figure = Figure(figsize=(COLUMN_WIDTH, 0.9 + 0.27 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(rows))
+    for offset, (name, fill) in enumerate((("keep", "black"), ("remove", "white"), ("flip", "0.6"))):
+        estimates = [getattr(row, name) for row in rows]
+        axes.errorbar(
+            [estimate.value for estimate in estimates],
+            places + 0.22 * (1 - offset),
+            xerr=errors(estimates),
+            fmt=MARKERS[name],
             markersize=4,
-            markerfacecolor="white",
+            markerfacecolor=fill,
             color="black",
-            linewidth=0.7,
-            label=f"{pair.models[0]}, {pair.models[1]}",
-        )
-    longest = max((len(pair.cca) for pair in results.pairs), default=1)
-    axes.set_xticks(range(1, longest + 1))
-    axes.set_xlabel("direction", fontsize=8)
-    axes.set_ylabel("held-out correlation", fontsize=8)
-    axes.set_ylim(0, 1.05)
-    if results.pairs:
-        axes.legend(title="models", title_fontsize=7, fontsize=7, frameon=False, loc="lower left")
-
-
-def _eigenvalues(axes: Axes, results: MarkovResults) -> None:
-    angle = np.linspace(0, 2 * np.pi, 200)
-    axes.plot(np.cos(angle), np.sin(angle), color="0.6", linewidth=0.7)
-    axes.axhline(0, color="0.8", linewidth=0.5, zorder=0)
-    truth = np.array(results.truth.eigenvalues)
-    axes.scatter(*truth.T, marker="o", s=70, facecolor="none", edgecolor="black", linewidth=0.9, label="chain")
-    for marker, model in zip("x+1234", results.models, strict=False):
-        axes.scatter(
-            *np.array(model.eigenvalues).T,
-            marker=marker,
-            s=24,
-            color="black",
+            elinewidth=0.8,
             linewidth=0.8,
-            label=f"model {model.seed}",
+            label=name,
         )
-    axes.set_xlim(0, 1.1)
-    axes.set_ylim(-0.55, 0.55)
-    axes.set_aspect("equal")
-    axes.set_xlabel("real", fontsize=8)
-    axes.set_ylabel("imaginary", fontsize=8)
-    axes.legend(fontsize=6, frameon=False, loc="center left")
+    axes.axvline(controls.baseline.value, color="black", linestyle="--", linewidth=0.8, label="baseline")
+    if controls.chance is not None:
+        axes.axvline(controls.chance, color="black", linestyle=":", linewidth=0.8, label="chance")
+    axes.set_yticks(places, [f"{row.name} ({row.rank})" for row in rows])
+    axes.set_xlabel(controls.score)
+    figure.legend(fontsize=6, frameon=False, ncols=5, loc="outside upper center", columnspacing=0.9, handlelength=1.6)
+    style_axes(axes)
+    return figure

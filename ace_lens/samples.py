@@ -130,31 +130,25 @@ class Samples:
                 to `model.generate` or `model(...)`, hand the same choice on.
 
         Raises:
-            ValueError: no prompts, or an empty prompt.
+            ValueError: no prompts, an empty prompt, or a model without a tokenizer.
         """
-        if len(prompts) == 0:
-            raise ValueError("There are no prompts. Give at least one.")
-        tokenizer: Any = getattr(model, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError(
-                f"{type(model).__name__} has no tokenizer. Tokenize the prompts yourself and use "
-                "Samples.from_tokens(...)."
-            )
-        if prepend_bos is None:
-            prepend_bos = _prepends_bos(tokenizer)
-        # One prompt at a time: the mask then comes from lengths, never from looking for padding tokens,
-        # which may be begin or end tokens too.
-        to_tokens = model.to_tokens  # type: ignore[attr-defined]
-        rows = [to_tokens(prompt, prepend_bos=prepend_bos)[0].cpu() for prompt in prompts]
-        if empty := [index for index, row in enumerate(rows) if len(row) == 0]:
-            raise ValueError(f"Prompt {empty[0]} has no tokens.")
-        pad = tokenizer.pad_token_id or 0
+        tokens, mask, prepend_bos = _tokenized(model, prompts, prepend_bos)
         return cls.from_tokens(
-            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad),
+            tokens,
             labels=None if labels is None else torch.as_tensor(labels),
-            attention_mask=torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+            attention_mask=mask,
             prepend_bos=prepend_bos,
         )
+
+    @classmethod
+    def from_text(cls, model: HookedModel, texts: Sequence[str], *, prepend_bos: bool | None = None) -> "Samples":
+        """Every token of the texts that is followed by another, labelled with the one that follows.
+
+        Arguments and errors are those of `from_prompts`.
+        """
+        tokens, mask, prepend_bos = _tokenized(model, texts, prepend_bos)
+        sequence, position = (mask[:, :-1] * mask[:, 1:]).nonzero(as_tuple=True)
+        return cls(tokens, mask, sequence, position, tokens[sequence, position + 1], prepend_bos)
 
     def split(self, fraction: float, generator: torch.Generator) -> tuple["Samples", "Samples"]:
         """Two parts that share no sequence: `fraction` of the sequences, drawn at random, and the rest."""
@@ -199,6 +193,28 @@ class Samples:
         mask = torch.zeros_like(self.tokens, dtype=torch.bool)
         mask[self.sequence, self.position] = True
         return mask
+
+
+def _tokenized(model: HookedModel, texts: Sequence[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor, bool]:
+    """Tokens and attention mask `[batch, pos]`, padded on the right, and whether they start with a begin token."""
+    if len(texts) == 0:
+        raise ValueError("There are no prompts. Give at least one.")
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(
+            f"{type(model).__name__} has no tokenizer. Tokenize the prompts yourself and use Samples.from_tokens(...)."
+        )
+    if prepend_bos is None:
+        prepend_bos = _prepends_bos(tokenizer)
+    # One text at a time: the mask then comes from lengths, never from looking for padding tokens, which may be begin
+    # or end tokens too.
+    to_tokens = model.to_tokens  # type: ignore[attr-defined]
+    rows = [to_tokens(text, prepend_bos=prepend_bos)[0].cpu() for text in texts]
+    if empty := [index for index, row in enumerate(rows) if len(row) == 0]:
+        raise ValueError(f"Prompt {empty[0]} has no tokens.")
+    pad = torch.nn.utils.rnn.pad_sequence
+    tokens = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+    return tokens, pad([torch.ones_like(row) for row in rows], batch_first=True), prepend_bos
 
 
 def _prepends_bos(tokenizer: Any) -> bool:

@@ -65,6 +65,7 @@ class LogitMargin:
             raise ValueError("A logit margin needs at least one positive and one negative answer.")
         if both := set(self.positive) & set(self.negative):
             raise ValueError(f"Tokens {sorted(both)} are on both sides of the logit margin.")
+        self.tokens = self.positive + self.negative
         self._description = f"LogitMargin(positive={list(positive)}, negative={list(negative)})"
 
     @typed
@@ -115,6 +116,20 @@ def task_outputs(target: Target, logits: Tensor) -> Tensor:
             "[sample, d_vocab] to outputs [sample, target]; for one output a sample, keep the second axis."
         )
     return outputs
+
+
+def tokens_outside(target: Target, d_vocab: int) -> Tensor | None:
+    """The tokens that a target does not read, in order; None if it reads them all.
+
+    A target says what it reads by an attribute `tokens`, None for the whole vocabulary. Of a plain function nothing
+    is known, so every token counts as outside.
+    """
+    read = getattr(target, "tokens", [])
+    if read is None:
+        return None
+    outside = torch.ones(d_vocab, dtype=torch.bool)
+    outside[read] = False
+    return outside.nonzero()[:, 0] if bool(outside.any()) else None
 
 
 def describe(target: Target) -> str:

@@ -272,8 +272,10 @@ def test_bad_input_is_refused(native, tokens):
     with pytest.raises(ValueError, match="No samples have been taken in"):
         streaming.core()
     streaming.update(*draw(20, 5, 1, 0))
-    with pytest.raises(ValueError, match=r"Jacobians \[target, d_model\] of \(2, 5\), earlier ones had \(1, 5\)"):
+    with pytest.raises(ValueError, match=r"Jacobians are \[target, d_model\] = \(2, 5\), earlier ones were \(1, 5\)"):
         streaming.update(*draw(20, 5, 2, 0))
+    with pytest.raises(ValueError, match="This batch has no samples"):
+        streaming.update(torch.empty(0, 5), torch.empty(0, 1, 5))
     with pytest.raises(ValueError, match="rank or an energy, not both"):
         streaming.core(rank=1, energy=0.5)
     with pytest.raises(ValueError, match=r"share in \(0, 1\], not 1\.5"):

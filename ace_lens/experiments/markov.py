@@ -8,8 +8,8 @@ matrix does, with eigenvalues 0.75 + 0.25i, 0.75 - 0.25i and 0.5.
 """
 
 import itertools
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 import ace_lens as ace
+from ace_lens.reports import Report
 from ace_lens.shapes import typed
 
 N_STATES = 4
@@ -31,7 +32,9 @@ N_SEQUENCES = 3000
 N_SELECT = 1000
 BATCH_SIZE = 64
 EXTRACTION_SEQUENCES = 500
+CONTROL_SEQUENCES = 300
 MAX_RANK = 8
+TARGET = ace.CentredLogits()
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ class MarkovConfig:
 
 @dataclass(frozen=True)
 class ModelResult:
-    """What was found in one model. Complex numbers are [real, imaginary]."""
+    """What was found in one model. Complex numbers are [real, imaginary].
+
+    Intervals are 95% bootstrap intervals over sequences; eigenvalues are in the order of the chain's own.
+    """
 
     seed: int
     accuracy: float
@@ -74,35 +80,43 @@ class ModelResult:
     keep_interval: tuple[float, float]
     remove: float
     remove_interval: tuple[float, float]
-    eigenvalues: list[list[float]]
+    eigenvalues: list[tuple[float, float]]
+    eigenvalue_interval: list[tuple[tuple[float, float], tuple[float, float]]]
     eigenvalue_error: float
+    spectrum_p: float
     r2: float
     r2_over_oracle: float
+    controls: ace.Controls
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """How alike two models are."""
+    """How alike two models are.
+
+    `transplants` are of the first model's core into the second, and of the second's into the first.
+    """
 
     models: tuple[int, int]
     weight_cosine: float
     weight_cosine_without_gains: float
     overlap: float
     cca: list[float]
+    cca_p: list[float]
+    transplants: tuple[ace.Transplant, ace.Transplant]
 
 
 @dataclass(frozen=True)
 class Truth:
     """What is known of the chain itself."""
 
-    eigenvalues: list[list[float]]
+    eigenvalues: list[tuple[float, float]]
     accuracy: float
     chance: float
     oracle_r2: float
 
 
 @dataclass(frozen=True)
-class MarkovResults:
+class MarkovResults(Report):
     """The experiment's results, as they stand in results.json."""
 
     preset: str
@@ -111,10 +125,6 @@ class MarkovResults:
     models: list[ModelResult]
     pairs: list[PairResult]
 
-    def save(self, path: Path) -> None:
-        """Write results.json."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
     def __str__(self) -> str:
         truth = self.truth
         lines = [
@@ -122,7 +132,7 @@ class MarkovResults:
             f"{truth.accuracy:.3f}, chance {truth.chance:.3f}.",
             f"Core at {HOOK_POINT}; scores on held-out sequences, 95% intervals.",
             "",
-            f"{'model':>6}  {'accuracy':<21}  {'rank':>4}  {'keep':<21}  {'remove':<21}  {'eigenvalues':<29}  "
+            f"{'model':>5}  {'accuracy':<20}  {'rank':>4}  {'keep':<20}  {'remove':<20}  {'eigenvalues':<21}  "
             f"{'error':>5}  {'R2/oracle':>9}",
         ]
         for model in self.models:
@@ -135,29 +145,41 @@ class MarkovResults:
                 )
             ]
             lines.append(
-                f"{model.seed:>6}  {scores[0]:<21}  {model.rank:>4}  {scores[1]:<21}  {scores[2]:<21}  "
-                f"{_spectrum(model.eigenvalues):<29}  {model.eigenvalue_error:>5.3f}  {model.r2_over_oracle:>9.3f}"
+                f"{model.seed:>5}  {scores[0]:<20}  {model.rank:>4}  {scores[1]:<20}  {scores[2]:<20}  "
+                f"{_spectrum(model.eigenvalues):<21}  {model.eigenvalue_error:>5.3f}  {model.r2_over_oracle:>9.3f}"
             )
         lines += [
-            f"{'truth':>6}  {truth.accuracy:<21.3f}  {N_STATES - 1:>4}  {truth.accuracy:<21.3f}  "
-            f"{truth.chance:<21.3f}  {_spectrum(truth.eigenvalues):<29}  {0:>5.3f}  {1:>9.3f}",
+            f"{'truth':>5}  {truth.accuracy:<20.3f}  {N_STATES - 1:>4}  {truth.accuracy:<20.3f}  {truth.chance:<20.3f}  "
+            f"{_spectrum(truth.eigenvalues):<21}  {0:>5.3f}  {1:>9.3f}",
             "",
-            f"{'pair':>6}  {'weight cosine':>13}  {'without gains':>13}  {'overlap':>7}  canonical correlations",
+            "Controls of the same rank, accuracy over all models:",
+            f"{'':>5}  {'subspace':<22}  {'keep':<14}  {'remove':<14}",
         ]
+        for rows in zip(*(model.controls.rows for model in self.models), strict=True):
+            lines.append(f"{'':>5}  {rows[0].name:<22}  {_range(rows, 'keep'):<14}  {_range(rows, 'remove')}")
+        if self.pairs:
+            lines += [
+                "",
+                f"{'pair':>5}  {'weight cosine':>13}  {'overlap':>7}  {'canonical correlations':<22}  {'transplant':<14}  "
+                f"{'shuffled':<14}  {'random donor':<14}",
+            ]
         for pair in self.pairs:
+            cca = ", ".join(f"{value:.3f}" for value in pair.cca)
+            cells = (_range(pair.transplants, name) for name in ("transplanted", "shuffled", "from_random"))
             lines.append(
-                f"{pair.models[0]:>3}, {pair.models[1]}  {_unsigned_zero(pair.weight_cosine):>13.3f}  "
-                f"{_unsigned_zero(pair.weight_cosine_without_gains):>13.3f}  {pair.overlap:>7.3f}  "
-                f"{', '.join(f'{value:.3f}' for value in pair.cca)}"
+                f"{pair.models[0]:>2}, {pair.models[1]}  {_unsigned_zero(pair.weight_cosine):>13.3f}  "
+                f"{pair.overlap:>7.3f}  {cca:<22}  {'  '.join(f'{cell:<14}' for cell in cells)}".rstrip()
             )
         lines += [
             "",
-            "Overlap of two random subspaces of rank 3: "
-            f"{(N_STATES - 1) / D_MODEL:.3f}. R2/oracle can pass 1: besides the current state,",
-            "coordinates hold some memory of earlier ones, which persists.",
+            "Transplant: accuracy of a model whose core coordinates are another's, mapped linearly (both directions).",
+            f"Two random subspaces of rank {N_STATES - 1} overlap by {(N_STATES - 1) / D_MODEL:.3f}. R2/oracle passes 1 "
+            "where coordinates also hold some memory",
+            "of earlier states, which persists.",
         ]
-        if self.normalization == "pre":
-            lines += ["Gains of LayerNorm start at one in every model; they alone lift the weight cosine above zero."]
+        if self.normalization == "pre" and self.pairs:
+            without = ", ".join(f"{_unsigned_zero(pair.weight_cosine_without_gains):.3f}" for pair in self.pairs)
+            lines += [f"Gains of LayerNorm start at one in every model. Without them the weight cosines are {without}."]
         return "\n".join(lines)
 
 
@@ -220,20 +242,19 @@ def train_model(model: Any, chains: Tensor, recipe: Recipe, generator: torch.Gen
 def run_markov(config: MarkovConfig) -> tuple[MarkovResults, list[ace.Core]]:
     """Train the models, and find, prove, read and compare their cores.
 
-    A core is extracted on training sequences. Its rank is the smallest that keeps 99% of what the model gained
-    in cross-entropy over chance, on a third of the test sequences, which also fit the operator and the canonical
-    directions; every reported score is taken on the other two thirds.
+    A core is extracted on training sequences. Its rank is the smallest that keeps 99% of what the model gained in
+    cross-entropy over chance, on a third of the test sequences, which also fit the operator, the controls and the maps
+    between models; every reported score is taken on the other two thirds.
     """
     chains = sample_chains(N_SEQUENCES, torch.Generator().manual_seed(1))
     test = sample_chains(N_SEQUENCES, torch.Generator().manual_seed(2))
-    select, judge = (_samples(part) for part in (test[:N_SELECT], test[N_SELECT:]))
-    target = ace.CentredLogits()
+    extraction = _samples(chains[:EXTRACTION_SEQUENCES])
+    select, judge = _samples(test[:N_SELECT]), _samples(test[N_SELECT:])
     truth = torch.linalg.eigvals(transition_matrix())
     truth = truth[(truth - 1).abs() > 1e-6]
-    oracle = ace.oracle_r2(transition_matrix())
+    generator = torch.Generator().manual_seed(3)
 
     models, cores, results = [], [], []
-    coordinates: list[tuple[Tensor, Tensor]] = []
     for seed in config.seeds:
         model = build_model(seed, config.normalization)
         train_model(
@@ -243,51 +264,95 @@ def run_markov(config: MarkovConfig) -> tuple[MarkovResults, list[ace.Core]]:
             torch.Generator().manual_seed(seed),
             progress=config.progress,
         )
-        full = ace.extract_core(model, _samples(chains[:EXTRACTION_SEQUENCES]), target, HOOK_POINT)
+        full = ace.extract_core(model, extraction, TARGET, HOOK_POINT)
         ranks = range(1, min(MAX_RANK, full.rank) + 1)
-        selection = ace.validate(model, full, select, target, ace.CROSS_ENTROPY, ranks=ranks)
-        rank = selection.r_suf or ranks[-1]
-        core = full[:rank]
-        proof = ace.validate(model, core, judge, target)
-        trajectories = _trajectories(model, core, select), _trajectories(model, core, judge)
-        operator = ace.fit_operator(*trajectories)
-        matched, errors = ace.match_eigenvalues(operator.eigenvalues, truth)
-        results.append(
-            ModelResult(
-                seed=seed,
-                accuracy=proof.baseline.value,
-                accuracy_interval=(proof.baseline.low, proof.baseline.high),
-                rank=rank,
-                keep=proof.keep[0].value,
-                keep_interval=(proof.keep[0].low, proof.keep[0].high),
-                remove=proof.remove[0].value,
-                remove_interval=(proof.remove[0].low, proof.remove[0].high),
-                eigenvalues=_pairs(matched),
-                eigenvalue_error=float(errors.max()),
-                r2=operator.r2,
-                r2_over_oracle=operator.r2 / oracle,
-            )
-        )
+        selection = ace.validate(model, full, select, TARGET, ace.CROSS_ENTROPY, ranks=ranks)
+        core = full[: selection.r_suf or ranks[-1]]
         models.append(model)
         cores.append(core)
-        coordinates.append(trajectories)
-
-    pairs = []
-    for a, b in itertools.combinations(range(len(models)), 2):
-        weights = [dict(model.named_parameters()) for model in (models[a], models[b])]
-        without_gains = [{name: p for name, p in part.items() if not _is_gain(name)} for part in weights]
-        flat = [part.flatten(0, 1) for part in (coordinates[a] + coordinates[b])]
-        pairs.append(
-            PairResult(
-                models=(config.seeds[a], config.seeds[b]),
-                weight_cosine=ace.weight_cosine(*weights),
-                weight_cosine_without_gains=ace.weight_cosine(*without_gains),
-                overlap=ace.overlap(cores[a], cores[b]),
-                cca=ace.canonical_correlations(flat[0], flat[2], flat[1], flat[3]).tolist(),
-            )
+        results.append(_model_result(seed, model, core, select, judge, truth, generator))
+    pairs = [
+        _pair_result(
+            (config.seeds[a], config.seeds[b]), [models[a], models[b]], [cores[a], cores[b]], select, judge, generator
         )
-    known = Truth(_pairs(truth), 1 - ADVANCE, 1 / N_STATES, oracle)
+        for a, b in itertools.combinations(range(len(models)), 2)
+    ]
+    known = Truth(_pairs(truth), 1 - ADVANCE, 1 / N_STATES, ace.oracle_r2(transition_matrix()))
     return MarkovResults(config.preset, config.normalization, known, results, pairs), cores
+
+
+def _model_result(
+    seed: int,
+    model: Any,
+    core: ace.Core,
+    select: ace.Samples,
+    judge: ace.Samples,
+    truth: Tensor,
+    generator: torch.Generator,
+) -> ModelResult:
+    proof = ace.validate(model, core, judge, TARGET)
+    chosen, held_out = (_trajectories(model, core, samples) for samples in (select, judge))
+    operator = ace.fit_operator(chosen, held_out)
+    matched, errors = ace.match_eigenvalues(operator.eigenvalues, truth)
+    low, high = ace.eigenvalue_intervals(chosen, generator=generator)
+    order = [operator.eigenvalues.tolist().index(value) for value in matched.tolist()]
+    controls = ace.compare_with_controls(
+        model,
+        core,
+        judge[: CONTROL_SEQUENCES * (LENGTH - 1)],
+        TARGET,
+        fit=select[: CONTROL_SEQUENCES * (LENGTH - 1)],
+        n_steps=100,
+        generator=generator,
+    )
+    keep, remove = proof.keep[0], proof.remove[0]
+    return ModelResult(
+        seed=seed,
+        accuracy=proof.baseline.value,
+        accuracy_interval=(proof.baseline.low, proof.baseline.high),
+        rank=core.rank,
+        keep=keep.value,
+        keep_interval=(keep.low, keep.high),
+        remove=remove.value,
+        remove_interval=(remove.low, remove.high),
+        eigenvalues=_pairs(matched),
+        eigenvalue_interval=list(zip(_pairs(low[order]), _pairs(high[order]), strict=True)),
+        eigenvalue_error=float(errors.max()),
+        spectrum_p=ace.spectrum_p_value(chosen, truth, n_permutations=99, generator=generator),
+        r2=operator.r2,
+        r2_over_oracle=operator.r2 / ace.oracle_r2(transition_matrix()),
+        controls=controls,
+    )
+
+
+def _pair_result(
+    seeds: tuple[int, int],
+    models: list[Any],
+    cores: list[ace.Core],
+    select: ace.Samples,
+    judge: ace.Samples,
+    generator: torch.Generator,
+) -> PairResult:
+    weights = [dict(model.named_parameters()) for model in models]
+    without_gains = [{name: p for name, p in part.items() if not _is_gain(name)} for part in weights]
+    # Fitted on one part of the sequences, in each model, then read on the other.
+    fit, held_out = (
+        [_trajectories(model, core, samples).flatten(0, 1) for model, core in zip(models, cores, strict=True)]
+        for samples in (select, judge)
+    )
+    first, second = (
+        ace.transplant(models[a], cores[a], models[b], cores[b], judge, TARGET, fit=select, generator=generator)
+        for a, b in ((0, 1), (1, 0))
+    )
+    return PairResult(
+        models=seeds,
+        weight_cosine=ace.weight_cosine(*weights),
+        weight_cosine_without_gains=ace.weight_cosine(*without_gains),
+        overlap=ace.overlap(*cores),
+        cca=ace.canonical_correlations(*fit, *held_out).tolist(),
+        cca_p=ace.canonical_correlation_p_values(*fit, *held_out, n_permutations=99, generator=generator).tolist(),
+        transplants=(first, second),
+    )
 
 
 def _samples(chains: Tensor) -> ace.Samples:
@@ -306,8 +371,14 @@ def _is_gain(parameter: str) -> bool:
     return "ln" in parameter and parameter.endswith("weight")
 
 
-def _pairs(values: Tensor) -> list[list[float]]:
-    return [[value.real, value.imag] for value in values.tolist()]
+def _pairs(values: Tensor) -> list[tuple[float, float]]:
+    return [(value.real, value.imag) for value in values.tolist()]
+
+
+def _range(reports: Sequence[Any], name: str) -> str:
+    """From the lowest to the highest value of an estimate among reports."""
+    values = [getattr(report, name).value for report in reports]
+    return f"{min(values):.3f} to {max(values):.3f}"
 
 
 def _unsigned_zero(value: float) -> float:
@@ -315,7 +386,7 @@ def _unsigned_zero(value: float) -> float:
     return round(value, 3) + 0.0
 
 
-def _spectrum(pairs: list[list[float]]) -> str:
+def _spectrum(pairs: list[tuple[float, float]]) -> str:
     parts = []
     for real, imaginary in pairs:
         if abs(imaginary) < 1e-9:

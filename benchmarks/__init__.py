@@ -1,0 +1,1 @@
+"""How fast the library is beside the plain way of doing the same thing: `python -m benchmarks`."""
