@@ -67,8 +67,8 @@ def principal_angles(first: Core, second: Core) -> Tensor:
 def _inner(first: Core, second: Core) -> Tensor:
     if first.d_model != second.d_model:
         raise ValueError(
-            f"The cores live in residual streams of widths {first.d_model} and {second.d_model}, which have no directions "
-            "in common. Compare their coordinates instead, with canonical_correlations."
+            f"The cores live in residual streams of widths {first.d_model} and {second.d_model}, which have no "
+            "directions in common. Compare their coordinates instead, with canonical_correlations."
         )
     return first.basis.double().T @ second.basis.double()
 
@@ -209,9 +209,9 @@ def _correlations(a: Tensor, b: Tensor) -> Tensor:
 def consensus_cores(cores: Sequence[Core], coordinates: Sequence[Tensor], rank: int) -> list[Core]:
     """The part of each core that all models share, as a core of its own in each model.
 
-    Generalised canonical correlation (MAXVAR; Kettenring 1971): the shared coordinates g `[sample, rank]` are the leading
-    left singular vectors of the whitened coordinates of all models side by side; in each model, the shared core is spanned
-    by the directions whose coordinates predict g best. Validate each with `validate` in its own model.
+    Generalised canonical correlation (MAXVAR; Kettenring 1971): the shared coordinates g `[sample, rank]` are the
+    leading left singular vectors of the whitened coordinates of all models side by side; in each model, the shared core
+    is spanned by the directions whose coordinates go with g. Validate each with `validate` in its own model.
 
     Arguments:
         cores: a core for each model.

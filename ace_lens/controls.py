@@ -242,7 +242,8 @@ class Controls(Report):
         lines = [
             self.description,
             f"fitted on {self.fitted_on}; judged on {self.judged_on}",
-            f"{self.score}: baseline {self.baseline}{chance} (95% intervals; of random subspaces over {self.n_draws} draws)",
+            f"{self.score}: baseline {self.baseline}{chance} (95% intervals; of random subspaces over {self.n_draws} "
+            "draws)",
             f"{'subspace':<22}  {'rank':>4}  {'keep':<22}  {'remove':<22}  {'flip':<22}{kl}",
         ]
         for row in self.rows:
@@ -269,9 +270,13 @@ def compare_with_controls(
 ) -> Controls:
     """Put subspaces of the core's rank, found in other ways, to the core's own test.
 
-    Random subspaces (drawn evenly, and from the activations' covariance), PCA of the activations, the leading gradients,
-    a subspace trained for interchange (distributed alignment search), and for samples with class labels the differences
-    of class means, a linear probe and LEACE.
+    Random subspaces (drawn evenly, and from the activations' covariance), PCA of the activations, the leading
+    gradients, a subspace trained for interchange (distributed alignment search), and for samples with class labels the
+    differences of class means, a linear probe and LEACE.
+
+    An orthogonal projection onto a random subspace passes on a faint but undistorted image of the core, so that where
+    decisions depend on order alone (accuracy, ROC AUC), keeping it can score well above chance; cross-entropy and the
+    removal of the subspace tell it apart.
 
     Arguments:
         model: the model.

@@ -146,9 +146,9 @@ class Core:
         Raises:
             ValueError: another hook point, or another width.
         """
-        if hook_point is not None and canonical_hook_point(hook_point) != self.hook_point:
+        if hook_point is not None and (put_on := canonical_hook_point(hook_point)) != self.hook_point:
             raise ValueError(
-                f"The core was extracted at {self.hook_point}, but the hook was put on {hook_point}. "
+                f"The core was extracted at {self.hook_point}, but the hook was put on {put_on}. "
                 "The two residual streams differ; put it on core.hook_point."
             )
         self._check_width(activation.shape[-1])

@@ -59,10 +59,10 @@ def find_core(
 ) -> tuple[Core, Proof]:
     """Find a task's core, and prove it.
 
-    Half of the sequences in `samples` serve to extract a core at each hook point. On the other half each core is kept and
-    removed at every rank; its rank is the smallest that is sufficient (if none is, the one that keeps most), and the hook
-    point is the one where keeping and removing differ most at that rank. The verdict is taken on `held_out`, and so are
-    controls, fitted on the half that served for extraction.
+    Half of the sequences in `samples` serve to extract a core at each hook point. On the other half each core is kept
+    and removed at every rank; its rank is the smallest that is sufficient (if none is, the one that keeps most), and
+    the hook point is the one where keeping and removing differ most at that rank. The verdict is taken on `held_out`,
+    and so are controls, fitted on the half that served for extraction.
 
     Where accuracy is the score, cross-entropy makes the choice of rank: accuracy does not see a dimension that changes
     probabilities but no decision.

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ace_lens.hooks import CoreHook
 from ace_lens.models import HookedModel, evaluating, is_pointwise_downstream, resolve_hook_point, run
@@ -89,7 +89,7 @@ class EditedOutputs:
         clean: `[sample, target]`, without an edit.
         edited: the same under each edit, by the edit's name.
         outside_kl: `[sample]` for each edit, KL(unedited || edited) in nats of the next token's distribution over the
-            tokens that the target does not read; empty if it reads all of them.
+            tokens that the target does not read; empty unless there are at least two.
         restarted: whether edits were carried on from the cached residual stream (else by full passes).
     """
 

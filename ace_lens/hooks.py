@@ -88,7 +88,11 @@ class CoreIntervention(ABC):
     """An edit of the residual stream inside a core: h -> h + (what `edit` makes of the core's part of h).
 
     The edit is computed in float32 or wider and returned in the activation's own dtype, device and shape, as a
-    new tensor. One intervention serves one model at a time: it follows the positions of a generation.
+    new tensor. One intervention serves one model at a time: it follows the positions of a generation, and takes a pass
+    of one position for the next step of the last prompt, until `fwd_hooks()` or `attach()` is called again.
+
+    Every position includes the first, where many language models have an activation of enormous norm (an attention
+    sink), of which a core found at other positions says nothing. Where that matters, choose the positions.
     """
 
     def __init__(
@@ -138,8 +142,15 @@ class CoreIntervention(ABC):
                 self._moved[key] = (self.core.basis.to(*key), mean.to(*key))
         return self._moved[key]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.core!r})"
+
     def fwd_hooks(self) -> list[tuple[str, HookFunction]]:
-        """The list that `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(fwd_hooks=...)` take."""
+        """The list that `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(fwd_hooks=...)` take.
+
+        Asking for it also forgets the prompt that was under way.
+        """
+        self._selector.reset()
         return [(self.core.hook_point, self)]
 
     def attach(self, model: HookedModel) -> AbstractContextManager[None]:

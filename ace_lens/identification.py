@@ -67,6 +67,11 @@ def fit_operator(
         ValueError: sequences of one step, or fewer transitions than unknowns.
     """
     before, after = _transitions(trajectories)
+    if len(before) < before.shape[1] + affine:
+        raise ValueError(
+            f"{len(before)} transitions cannot determine an operator on {before.shape[1]} dimensions. Give more or longer "
+            "sequences."
+        )
     matrix, offset, frame = _least_squares(before, after, affine=affine, ridge=ridge, cut=cut)
     before, after = _transitions(held_out)
     residual = after - (before @ matrix.T + offset)
@@ -245,12 +250,6 @@ def _least_squares(
     before: Tensor, after: Tensor, *, affine: bool, ridge: float, cut: float, at_most: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A, b, and the frame `[rank, k]` of directions that A was fitted in: A = frame A' frame^T."""
-    n_transitions, rank = before.shape
-    if n_transitions < rank + affine:
-        raise ValueError(
-            f"{n_transitions} transitions cannot determine an operator on {rank} dimensions. Give more or longer "
-            "sequences."
-        )
     shift_before = before.mean(0) if affine else torch.zeros_like(before[0])
     shift_after = after.mean(0) if affine else torch.zeros_like(after[0])
     states, following = before - shift_before, after - shift_after

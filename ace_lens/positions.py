@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 Positions: TypeAlias = Literal["all", "last"] | slice | list[int] | Tensor
-"""`"all"`; `"last"`, the last real position of each row; a slice or a list of positions, the same in every row;
-or a boolean tensor `[batch, pos]`, true at the chosen ones. Positions count from the start of the sequence, as
-the tokens handed to the model do, padding included; negative ones count from the end of the prompt."""
+"""`"all"`; `"last"`, the last real position of each row; a slice or a list of positions, the same in every row; or a
+boolean tensor `[batch, pos]`, true at the chosen ones. Positions count from the start of the sequence, as the tokens
+handed to the model do, padding included. Negative ones count from the end of the prompt, or of each pass where
+`generate` runs without a cache and hands the model everything again."""
 
 
 class PositionSelector:
@@ -25,7 +26,7 @@ class PositionSelector:
     """
 
     def __init__(self, positions: Positions, attention_mask: Tensor | None = None) -> None:
-        if isinstance(positions, str) and positions not in ("all", "last"):
+        if not isinstance(positions, (slice, list, Tensor)) and positions not in ("all", "last"):
             raise ValueError(f'Positions are "all", "last", a slice, a list of positions or a mask; not {positions!r}.')
         if isinstance(positions, Tensor) and positions.dtype != torch.bool:
             raise ValueError(
@@ -34,6 +35,10 @@ class PositionSelector:
             )
         self.positions = positions
         self.attention_mask = attention_mask
+        self.reset()
+
+    def reset(self) -> None:
+        """Take the next pass for a new prompt, whatever its length."""
         self._prompt_length = 0
         self._seen = 0
 

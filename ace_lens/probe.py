@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ace_lens.hooks import CoreHook
 from ace_lens.models import (

@@ -130,12 +130,16 @@ class Samples:
                 to `model.generate` or `model(...)`, hand the same choice on.
 
         Raises:
-            ValueError: no prompts, an empty prompt, or a model without a tokenizer.
+            ValueError: no prompts, an empty prompt, a model without a tokenizer, or labels that are not numbers.
         """
         tokens, mask, prepend_bos = _tokenized(model, prompts, prepend_bos)
+        try:
+            labels = None if labels is None else torch.as_tensor(labels)
+        except (TypeError, ValueError) as error:
+            raise ValueError("Labels are numbers or booleans. Number the classes first.") from error
         return cls.from_tokens(
             tokens,
-            labels=None if labels is None else torch.as_tensor(labels),
+            labels=labels,
             attention_mask=mask,
             prepend_bos=prepend_bos,
         )

@@ -55,10 +55,12 @@ class LogitMargin:
         negative: answers on the other side.
 
     Raises:
-        ValueError: an answer is several tokens, a side is empty, or a token is on both sides.
+        ValueError: a side is no list or is empty, an answer is several tokens, or a token is on both sides.
     """
 
     def __init__(self, model: HookedModel, positive: Sequence[Answer], negative: Sequence[Answer]) -> None:
+        if isinstance(positive, str) or isinstance(negative, str):
+            raise ValueError("A logit margin is between lists of answers: write [' are'], not ' are'.")
         self.positive = [single_token(model, answer) for answer in positive]
         self.negative = [single_token(model, answer) for answer in negative]
         if not self.positive or not self.negative:
@@ -119,7 +121,7 @@ def task_outputs(target: Target, logits: Tensor) -> Tensor:
 
 
 def tokens_outside(target: Target, d_vocab: int) -> Tensor | None:
-    """The tokens that a target does not read, in order; None if it reads them all.
+    """The tokens that a target does not read, in order; None unless there are two, among which to choose.
 
     A target says what it reads by an attribute `tokens`, None for the whole vocabulary. Of a plain function nothing
     is known, so every token counts as outside.
@@ -129,7 +131,7 @@ def tokens_outside(target: Target, d_vocab: int) -> Tensor | None:
         return None
     outside = torch.ones(d_vocab, dtype=torch.bool)
     outside[read] = False
-    return outside.nonzero()[:, 0] if bool(outside.any()) else None
+    return outside.nonzero()[:, 0] if int(outside.sum()) > 1 else None
 
 
 def describe(target: Target) -> str:

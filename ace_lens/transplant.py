@@ -81,8 +81,8 @@ def transplant(
     """Fit an affine map from the donor's core coordinates to the receiver's, and run the receiver on mapped ones.
 
     On other samples than those of the fit, the receiver's core coordinate at each sample's own position is replaced:
-    h -> h + Q (map(z_donor) - z). All else in the receiver stays. If it still does the task, the two cores are shared in
-    the causal sense, not only correlated.
+    h -> h + Q (map(z_donor) - z). All else in the receiver stays. If it still does the task, the two cores are shared
+    in the causal sense, not only correlated.
 
     Arguments:
         donor: the model whose core is transplanted.

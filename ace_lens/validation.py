@@ -50,7 +50,7 @@ class Validation(Report):
         remove: the score with the core removed, for each rank.
         flip: the score with the core's sign flipped, for each rank.
         outside_kl: side effect: for "keep", "remove" and "flip", for each rank, the mean KL(unedited || edited) in nats
-            over the tokens that the target does not read; empty if it reads all of them.
+            over the tokens that the target does not read; empty unless there are two of them.
         perplexity: side effect: under "none" and each intervention at every position, for each rank, the perplexity on
             ordinary text; empty if no text was given.
         sufficiency_tolerance: how far below the baseline a sufficient core may stay, as a share of the way from chance

@@ -126,10 +126,22 @@ def test_positions_keep_counting_while_a_cache_feeds_them_one_by_one():
     assert not from_the_end.mask(step).any()
 
 
+def test_a_prompt_of_one_token_after_another_prompt_is_a_prompt(native):
+    steerer = ace.SignFlipSteerer(random_core(2), positions=[0])
+    fresh = native.run_with_hooks(torch.tensor([[5]]), fwd_hooks=steerer.fwd_hooks())
+    native.run_with_hooks(torch.tensor([[3, 4, 5]]), fwd_hooks=steerer.fwd_hooks())
+    again = native.run_with_hooks(torch.tensor([[5]]), fwd_hooks=steerer.fwd_hooks())
+    assert torch.equal(fresh, again)
+    with steerer.attach(native):
+        assert torch.equal(native(torch.tensor([[5]])), fresh)
+
+
 def test_bad_positions_are_refused():
     core = random_core(2)
     with pytest.raises(ValueError, match="not 'first'"):
         ace.SignFlipSteerer(core, positions="first")
+    with pytest.raises(ValueError, match="not -1"):
+        ace.SignFlipSteerer(core, positions=-1)
     with pytest.raises(ValueError, match="boolean mask"):
         ace.SignFlipSteerer(core, positions=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="Position 5 is outside the 5 positions"):
@@ -144,7 +156,9 @@ def test_another_width_or_hook_point_is_refused(native, tokens):
     with pytest.raises(ValueError, match="width 32, but this one has width 16"):
         ace.SignFlipSteerer(random_core(2))(residual(shape=(1, 2, 16)))
     wrong = [("blocks.0.hook_resid_post", ace.SignFlipSteerer(random_core(2)))]
-    with pytest.raises(ValueError, match=r"extracted at blocks\.1\.hook_resid_post, but the hook was put on"):
+    with pytest.raises(
+        ValueError, match=r"extracted at blocks\.1\.hook_resid_post, but the hook was put on blocks\.0\.hook_resid_post"
+    ):
         native.run_with_hooks(tokens, fwd_hooks=wrong)
 
 

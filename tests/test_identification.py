@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -82,3 +84,84 @@ def test_the_oracle_is_the_ceiling_of_a_core_that_holds_the_state():
 def test_too_little_to_fit_is_refused():
     with pytest.raises(ValueError, match="3 transitions cannot determine an operator on 3 dimensions"):
         ace.fit_operator(torch.randn(3, 2, 3), torch.randn(3, 2, 3))
+
+
+def test_the_affine_fit_finds_the_offset_and_the_centred_one_does_not_look_for_it():
+    states, _ = linear_system(2, 3)
+    affine = ace.fit_operator(states[:15], states[15:])
+    before, after = states[15:, :-1].flatten(0, 1), states[15:, 1:].flatten(0, 1)
+    torch.testing.assert_close(before @ affine.matrix.T + affine.offset, after, rtol=0, atol=1e-8)
+    centred = ace.fit_operator(states[:15], states[15:], affine=False)
+    assert not centred.offset.any()
+    assert centred.r2 < affine.r2
+
+
+def test_ridge_shrinks_and_a_cut_leaves_out_directions():
+    states, values = linear_system(3, 5, n_sequences=60, noise=0.1)
+    plain = ace.fit_operator(states[:30], states[30:])
+    shrunk = ace.fit_operator(states[:30], states[30:], ridge=10.0)
+    assert shrunk.matrix.norm() < 0.5 * plain.matrix.norm()
+    faint = torch.cat([states, 1e-9 * torch.randn(60, 8, 1, generator=torch.Generator().manual_seed(0)).double()], 2)
+    cut = ace.fit_operator(faint[:30], faint[30:], cut=1e-3)
+    assert len(cut.eigenvalues) == 3
+    _, errors = ace.match_eigenvalues(cut.eigenvalues, plain.eigenvalues)
+    assert errors.max() < 1e-6
+    assert cut.matrix.shape == (4, 4)
+    assert len(values) == 3
+
+
+def test_bootstrap_intervals_cover_the_truth_at_about_their_rate():
+    """95% intervals of real eigenvalues, over independent noisy systems of one operator."""
+    matrix = torch.tensor([[0.9, 0.0], [0.2, 0.5]], dtype=torch.float64)
+    covered, trials = 0, 60
+    for trial in range(trials):
+        generator = torch.Generator().manual_seed(trial)
+        states = [torch.randn(120, 2, generator=generator, dtype=torch.float64)]
+        for _ in range(7):
+            states.append(states[-1] @ matrix.T + torch.randn(120, 2, generator=generator, dtype=torch.float64))
+        trajectories = torch.stack(states, 1)
+        low, high = ace.eigenvalue_intervals(trajectories, n_resamples=100, generator=generator)
+        covered += int(low.real[0] <= 0.9 <= high.real[0]) + int(low.real[1] <= 0.5 <= high.real[1])
+        assert (low.imag.abs() < 1e-9).all()
+    # 120 intervals: the rate of hits has a standard error of 2%.
+    assert 0.88 <= covered / (2 * trials) <= 1.0
+
+
+def test_the_spectrum_has_a_null():
+    states, values = linear_system(2, 8, n_sequences=40, noise=0.3)
+    generator = torch.Generator().manual_seed(0)
+    reference = values.to(torch.complex128)
+    p = ace.spectrum_p_value(states, reference, n_permutations=99, generator=generator)
+    assert p == pytest.approx(0.01)
+    nothing = torch.randn(40, 8, 2, generator=generator, dtype=torch.float64)
+    p = ace.spectrum_p_value(nothing, reference, n_permutations=99, generator=generator)
+    assert p > 0.05
+
+
+@given(st.integers(5, 31), st.integers(0, 2**31))
+def test_a_clock_is_read_as_rotations(period, seed):
+    """Class means on circles of known frequencies step by roots of unity of those frequencies."""
+    generator = torch.Generator().manual_seed(seed)
+    frequencies = (torch.randperm((period - 1) // 2, generator=generator)[:2] + 1).tolist()
+    classes = torch.arange(period).repeat(4)
+    angles = 2 * math.pi * classes[:, None] * torch.tensor(frequencies) / period
+    circles = torch.cat([angles.cos(), angles.sin()], 1).double()
+    mixing = torch.randn(circles.shape[1], 7, generator=generator, dtype=torch.float64)
+    operator = ace.fit_cycle(circles @ mixing + 3, classes, period)
+    assert len(operator.eigenvalues) == 2 * len(frequencies)
+    assert operator.unit_circle_share(period) == 1
+    assert operator.modes(period) == sorted(frequencies)
+    assert operator.r2 == pytest.approx(1, abs=1e-6)
+
+
+def test_a_shuffled_clock_is_not():
+    period = 23
+    generator = torch.Generator().manual_seed(0)
+    coordinates = torch.randn(period, 8, generator=generator, dtype=torch.float64)
+    operator = ace.fit_cycle(coordinates, torch.arange(period), period)
+    assert operator.unit_circle_share(period) < 0.3
+    assert operator.r2 < 0.7
+    with pytest.raises(ValueError, match=r"Every class from 0 to 22 needs samples.*missing: \[0\]"):
+        ace.fit_cycle(coordinates[1:], torch.arange(1, period), period)
+    with pytest.raises(ValueError, match="highest class: 22"):
+        ace.fit_cycle(coordinates, torch.arange(period), 20)

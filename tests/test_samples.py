@@ -87,6 +87,8 @@ def test_bad_samples_are_refused(native, gpt2):
         ace.Samples.from_prompts(gpt2, [])
     with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
         ace.Samples.from_prompts(gpt2, ["The key", ""])
+    with pytest.raises(ValueError, match="Labels are numbers or booleans"):
+        ace.Samples.from_prompts(gpt2, ["The key"], labels=["plural"])
     with pytest.raises(ValueError, match="has no tokenizer"):
         ace.Samples.from_prompts(native, ["The key"])
     with pytest.raises(ValueError, match="no samples in this selection"):

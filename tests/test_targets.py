@@ -28,6 +28,8 @@ def test_bad_answers_are_refused(gpt2, native):
         ace.LogitMargin(gpt2, ["are is"], [" was"])
     with pytest.raises(ValueError, match=r"is 2 tokens .* with a space: ' the key'"):
         ace.LogitMargin(gpt2, ["the key"], [" was"])
+    with pytest.raises(ValueError, match="between lists of answers"):
+        ace.LogitMargin(gpt2, " are", [" is"])
     with pytest.raises(ValueError, match="at least one positive and one negative"):
         ace.LogitMargin(gpt2, [" are"], [])
     with pytest.raises(ValueError, match=r"Tokens \[3\] are on both sides"):

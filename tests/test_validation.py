@@ -42,9 +42,11 @@ def test_recomputing_downstream_agrees_with_full_passes(kind, hook_point, tokeni
         "remove": ace.ProjectionAblator(core[:2], "remove"),
         "flip": ace.SignFlipSteerer(core),
     }
-    found = ace.edited_outputs(
-        model, samples, TARGET, hook_point, {k: v.apply for k, v in interventions.items()}, batch_size=4
-    )
+
+    def edits(activations, index):
+        return [(name, each.apply(activations)) for name, each in interventions.items()]
+
+    found = ace.edited_outputs(model, samples, TARGET, hook_point, edits, batch_size=4)
     # transformers computes RMSNorm in float32 whatever the model's dtype.
     tolerance = 1e-4 if kind == "llama" else 1e-9
     for name, intervention in interventions.items():
@@ -88,7 +90,7 @@ def test_padding_side_and_batching_change_nothing(model, tokens):
                 samples,
                 TARGET,
                 core.hook_point,
-                {"flip": ace.SignFlipSteerer(core).apply},
+                lambda activations, index: [("flip", ace.SignFlipSteerer(core).apply(activations))],
                 batch_size=batch_size,
             )
         )
@@ -113,7 +115,7 @@ def test_the_whole_space_keeps_everything_and_its_removal_leaves_chance(native, 
     assert validation.baseline.value == 1.0
     assert validation.keep[1].value == pytest.approx(1.0)
     assert validation.remove[1].value <= validation.chance
-    assert validation.n_samples == 42
+    assert validation.judged_on == "42 samples in 6 sequences"
     assert validation.r_suf == 32
 
 
@@ -130,7 +132,8 @@ def test_r_suf_and_r_nec_are_read_off_the_curves():
         keep=estimates(0.6, 0.995, 1.0, 1.0),
         remove=estimates(0.9, 0.8, 0.7, 0.54),
         flip=estimates(0.5, 0.4, 0.1, 0.0),
-        n_samples=10,
+        chosen_on="20 samples",
+        judged_on="10 samples",
         sufficiency_tolerance=0.01,
         necessity_tolerance=0.1,
         restarted=True,
@@ -193,3 +196,63 @@ def test_default_scores_and_missing_labels(native, tokens):
         ace.validate(native, core, samples, margin, ranks=[3])
     with pytest.raises(ValueError, match="no chance level"):
         ace.validate(native, core, samples, TARGET, ace.KL).r_suf  # noqa: B018
+
+
+def test_a_curve_over_all_ranks_is_that_of_each_rank_by_itself(native, tokens):
+    """Sharing partial sums between ranks changes nothing."""
+    native = native.double()
+    samples = ace.Samples.from_tokens(tokens, "all", labels=tokens % 3)
+    core = random_core(32, "blocks.2.hook_resid_post")
+    together = ace.validate(native, core, samples, TARGET, ace.CROSS_ENTROPY, ranks=range(1, 33), n_bootstrap=2)
+    for rank in (1, 2, 7, 32):
+        alone = ace.validate(native, core[:rank], samples, TARGET, ace.CROSS_ENTROPY, n_bootstrap=2)
+        for name in ("keep", "remove", "flip"):
+            assert getattr(together, name)[rank - 1].value == pytest.approx(getattr(alone, name)[0].value, abs=1e-9)
+
+
+def test_side_effects_on_other_tokens_and_on_text(gpt2, tmp_path):
+    samples = ace.Samples.from_prompts(gpt2, ["The key", "The keys", "The man", "The men"], labels=[0, 1, 0, 1])
+    text = ace.Samples.from_text(gpt2, ["the man sees the old key", "a cabinet"])
+    assert len(text) == 6
+    assert text.labels.tolist() == text.tokens[0, 1:].tolist() + text.tokens[1, 1:2].tolist()
+    margin = ace.LogitMargin(gpt2, [" are"], [" is"])
+    core = random_core(4, "blocks.1.hook_resid_post")
+    validation = ace.validate(gpt2, core, samples, margin, ranks=[1, 4], text=text, n_bootstrap=20)
+    assert set(validation.outside_kl) == {"keep", "remove", "flip"}
+    assert all(value >= 0 for values in validation.outside_kl.values() for value in values)
+    assert validation.perplexity["none"][0] == pytest.approx(ace.text_perplexity(gpt2, text))
+    assert validation.perplexity["flip"][1] != validation.perplexity["none"][0]
+    logits = gpt2(text.tokens[:1, :6])[0].detach()
+    expected = torch.nn.functional.cross_entropy(logits[:-1], text.tokens[0, 1:6]).exp()
+    single = ace.Samples.from_text(gpt2, ["the man sees the old key"])
+    assert ace.text_perplexity(gpt2, single) == pytest.approx(float(expected), rel=1e-4)
+    assert "KL outside the target" in str(validation)
+    assert "perplexity on text: none" in str(validation)
+    validation.save(tmp_path / "validation.json")
+    assert ace.Validation.load(tmp_path / "validation.json") == validation
+    with pytest.raises(ValueError, match=r"make it with Samples\.from_text"):
+        ace.text_perplexity(gpt2, ace.Samples.from_prompts(gpt2, ["The key"]))
+
+
+def test_kl_outside_leaves_the_target_s_own_tokens_out(native, tokens):
+    """An edit of the logits of the answers alone has no side effect; one of all tokens has."""
+    samples = ace.Samples.from_tokens(tokens)
+    reads = ace.CentredLogits([3, 5])
+    edits = lambda activations, index: [("scaled", activations * 1.5)]  # noqa: E731
+    found = ace.edited_outputs(native, samples, reads, "blocks.1.hook_resid_post", edits)
+    logits = native(tokens)[:, -1]
+    edited = native.run_with_hooks(
+        tokens,
+        fwd_hooks=[
+            (
+                "blocks.1.hook_resid_post",
+                lambda activation, hook: torch.cat([activation[:, :-1], 1.5 * activation[:, -1:]], 1),
+            )
+        ],
+    )[:, -1]
+    outside = [token for token in range(native.cfg.d_vocab) if token not in (3, 5)]
+    before, after = logits[:, outside].log_softmax(1), edited[:, outside].log_softmax(1)
+    expected = (before.exp() * (before - after)).sum(1).detach()
+    torch.testing.assert_close(found.outside_kl["scaled"], expected, rtol=1e-3, atol=1e-5)
+    whole = ace.edited_outputs(native, samples, ace.CentredLogits(), "blocks.1.hook_resid_post", edits)
+    assert whole.outside_kl == {}

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 import ace_lens as ace
 from ace_lens.reports import Report
@@ -149,8 +149,8 @@ class MarkovResults(Report):
                 f"{_spectrum(model.eigenvalues):<21}  {model.eigenvalue_error:>5.3f}  {model.r2_over_oracle:>9.3f}"
             )
         lines += [
-            f"{'truth':>5}  {truth.accuracy:<20.3f}  {N_STATES - 1:>4}  {truth.accuracy:<20.3f}  {truth.chance:<20.3f}  "
-            f"{_spectrum(truth.eigenvalues):<21}  {0:>5.3f}  {1:>9.3f}",
+            f"{'truth':>5}  {truth.accuracy:<20.3f}  {N_STATES - 1:>4}  {truth.accuracy:<20.3f}  "
+            f"{truth.chance:<20.3f}  {_spectrum(truth.eigenvalues):<21}  {0:>5.3f}  {1:>9.3f}",
             "",
             "Controls of the same rank, accuracy over all models:",
             f"{'':>5}  {'subspace':<22}  {'keep':<14}  {'remove':<14}",
@@ -160,8 +160,8 @@ class MarkovResults(Report):
         if self.pairs:
             lines += [
                 "",
-                f"{'pair':>5}  {'weight cosine':>13}  {'overlap':>7}  {'canonical correlations':<22}  {'transplant':<14}  "
-                f"{'shuffled':<14}  {'random donor':<14}",
+                f"{'pair':>5}  {'weight cosine':>13}  {'overlap':>7}  {'canonical correlations':<22}  "
+                f"{'transplant':<14}  {'shuffled':<14}  {'random donor':<14}",
             ]
         for pair in self.pairs:
             cca = ", ".join(f"{value:.3f}" for value in pair.cca)
@@ -173,9 +173,9 @@ class MarkovResults(Report):
         lines += [
             "",
             "Transplant: accuracy of a model whose core coordinates are another's, mapped linearly (both directions).",
-            f"Two random subspaces of rank {N_STATES - 1} overlap by {(N_STATES - 1) / D_MODEL:.3f}. R2/oracle passes 1 "
-            "where coordinates also hold some memory",
-            "of earlier states, which persists.",
+            f"Two random subspaces of rank {N_STATES - 1} overlap by {(N_STATES - 1) / D_MODEL:.3f}.",
+            "R2/oracle passes 1 where coordinates also hold some memory of earlier states, which persists.",
+            "A random subspace passes on a faint image of the core: keeping it beats chance, removing it does nothing.",
         ]
         if self.normalization == "pre" and self.pairs:
             without = ", ".join(f"{_unsigned_zero(pair.weight_cosine_without_gains):.3f}" for pair in self.pairs)
