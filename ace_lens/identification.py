@@ -69,8 +69,8 @@ def fit_operator(
     before, after = _transitions(trajectories)
     if len(before) < before.shape[1] + affine:
         raise ValueError(
-            f"{len(before)} transitions cannot determine an operator on {before.shape[1]} dimensions. Give more or longer "
-            "sequences."
+            f"{len(before)} transitions cannot determine an operator on {before.shape[1]} dimensions. Give more or "
+            "longer sequences."
         )
     matrix, offset, frame = _least_squares(before, after, affine=affine, ridge=ridge, cut=cut)
     before, after = _transitions(held_out)
