@@ -24,7 +24,7 @@ class Proof(Report):
         hook_point: the hook point chosen.
         rank: the rank chosen.
         selection: for each hook point tried, the validation that it was chosen by.
-        verdict: the validation of the chosen core on held-out samples.
+        verdict: the validation of the chosen core on held-out samples, at its rank (the last) and every one below.
         controls: the core among controls on the same held-out samples; None if none were asked for.
     """
 
@@ -108,7 +108,9 @@ def find_core(
     best = max(tried, key=lambda name: _selectivity(tried[name], ranks[name]))
     core = cores[best][: ranks[best]]
     settings = {"generator": generator, "batch_size": batch_size, "progress": progress}
-    verdict = validate(model, core, held_out, target, score, sufficiency_tolerance=sufficiency_tolerance, **settings)
+    tolerance = {"sufficiency_tolerance": sufficiency_tolerance}
+    ranks_below = range(1, core.rank + 1)
+    verdict = validate(model, core, held_out, target, score, ranks=ranks_below, **tolerance, **settings)
     compared = None
     if controls:
         compared = compare_with_controls(model, core, held_out, target, score, fit=extraction, **settings)

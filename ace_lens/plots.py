@@ -15,7 +15,7 @@ MARKERS = {"keep": "o", "remove": "s", "flip": "^"}
 def style_axes(axes: Axes, title: str | None = None) -> None:
     """The look that all figures share."""
     if title is not None:
-        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_title(title, fontsize=8, loc="left")
     axes.tick_params(labelsize=7)
     axes.xaxis.label.set_fontsize(8)
     axes.yaxis.label.set_fontsize(8)
@@ -36,7 +36,15 @@ def plot_validation(validation: Validation, controls: Controls | None = None) ->
     Arguments:
         validation: a validation of several ranks.
         controls: if given, the range of random subspaces (keep and remove) stands behind, at the rank it was taken at.
+
+    Raises:
+        ValueError: the controls are measured by another score.
     """
+    if controls is not None and controls.score != validation.score:
+        raise ValueError(
+            f"The validation is in {validation.score}, the controls in {controls.score}: they do not fit on one axis. "
+            "Take both by the same score."
+        )
     # A Figure of its own, not pyplot's: drawing must not depend on a screen or leave global state behind.
     figure = Figure(figsize=(COLUMN_WIDTH, 2.6), layout="constrained")
     axes = figure.subplots()
@@ -76,7 +84,7 @@ def plot_validation(validation: Validation, controls: Controls | None = None) ->
     )
     axes.set_xlabel("rank of the core")
     axes.set_ylabel(validation.score)
-    axes.legend(fontsize=6, frameon=False, ncols=2)
+    _legend_above(figure)
     style_axes(axes)
     return figure
 
@@ -106,6 +114,10 @@ def plot_controls(controls: Controls) -> Figure:
         axes.axvline(controls.chance, color="black", linestyle=":", linewidth=0.8, label="chance")
     axes.set_yticks(places, [f"{row.name} ({row.rank})" for row in rows])
     axes.set_xlabel(controls.score)
-    figure.legend(fontsize=6, frameon=False, ncols=5, loc="outside upper center", columnspacing=0.9, handlelength=1.6)
+    _legend_above(figure)
     style_axes(axes)
     return figure
+
+
+def _legend_above(figure: Figure) -> None:
+    figure.legend(fontsize=6, frameon=False, ncols=5, loc="outside upper center", columnspacing=0.9, handlelength=1.6)

@@ -188,6 +188,9 @@ def test_figures_are_drawn_at_column_width(table, native, tmp_path):
         assert figure.get_size_inches()[0] <= 3.5
         figure.savefig(tmp_path / f"{name}.png", dpi=200)
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
+    other = ace.validate(native, core, judge, TARGET, ace.CROSS_ENTROPY)
+    with pytest.raises(ValueError, match="in cross-entropy, the controls in accuracy: they do not fit on one axis"):
+        ace.plot_validation(other, compared)
 
 
 def test_an_orthogonal_projection_reads_what_it_writes():

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ace_lens.experiments.markov import MarkovResults
-from ace_lens.plots import style_axes
+from ace_lens.plots import COLUMN_WIDTH, style_axes
 
 
 def plot_markov(results: MarkovResults) -> Figure:
@@ -17,18 +17,18 @@ def plot_markov(results: MarkovResults) -> Figure:
     cores lie in unrelated subspaces, yet carry the same coordinates, and step by the chain's own eigenvalues.
     """
     # A Figure of its own, not pyplot's: drawing must not depend on a screen or leave global state behind.
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    grid = figure.subplot_mosaic([["weights", "scores", "scores"], ["overlap", "cca", "eigenvalues"]])
+    figure = Figure(figsize=(COLUMN_WIDTH, 5.4), layout="constrained")
+    grid = figure.subplot_mosaic([["weights", "overlap"], ["scores", "scores"], ["cca", "eigenvalues"]])
     names = [str(model.seed) for model in results.models]
     pairs = [pair.models for pair in results.pairs]
     _pair_matrix(grid["weights"], names, pairs, [pair.weight_cosine for pair in results.pairs])
     style_axes(grid["weights"], "a  weight cosine")
     _scores(grid["scores"], results)
-    style_axes(grid["scores"], "b  keep and remove the core")
+    style_axes(grid["scores"], "c  keep and remove the core")
     _pair_matrix(grid["overlap"], names, pairs, [pair.overlap for pair in results.pairs])
-    style_axes(grid["overlap"], "c  subspace overlap")
+    style_axes(grid["overlap"], "b  core overlap")
     _correlations(grid["cca"], results)
-    style_axes(grid["cca"], "d  canonical correlations")
+    style_axes(grid["cca"], "d  shared coordinates")
     _eigenvalues(grid["eigenvalues"], results)
     style_axes(grid["eigenvalues"], "e  eigenvalues")
     return figure
@@ -71,8 +71,8 @@ def _scores(axes: Axes, results: MarkovResults) -> None:
         axes.axhline(level, color="black", linestyle=line, linewidth=0.9, label=label)
     axes.set_xticks(range(len(results.models)), [f"model {model.seed}" for model in results.models])
     axes.set_ylabel("accuracy")
-    axes.set_ylim(0, 1)
-    axes.legend(fontsize=7, frameon=False, ncols=5, loc="upper center", columnspacing=0.9, handlelength=1.6)
+    axes.set_ylim(0, 1.15)
+    axes.legend(fontsize=6, frameon=False, ncols=3, loc="upper center", columnspacing=0.9, handlelength=1.6)
 
 
 def _correlations(axes: Axes, results: MarkovResults) -> None:
@@ -91,7 +91,7 @@ def _correlations(axes: Axes, results: MarkovResults) -> None:
     longest = max((len(pair.cca) for pair in results.pairs), default=1)
     axes.set_xticks(range(1, longest + 1))
     axes.set_xlabel("direction")
-    axes.set_ylabel("held-out correlation")
+    axes.set_ylabel("canonical correlation")
     axes.set_ylim(0, 1.05)
     if results.pairs:
         axes.legend(title="models", title_fontsize=7, fontsize=7, frameon=False, loc="lower left")
@@ -112,8 +112,8 @@ def _eigenvalues(axes: Axes, results: MarkovResults) -> None:
             linewidth=0.8,
             label=f"model {model.seed}",
         )
-    axes.set_xlim(0, 1.1)
-    axes.set_ylim(-0.55, 0.55)
+    axes.set_xlim(-0.6, 1.1)
+    axes.set_ylim(-0.6, 0.6)
     axes.set_aspect("equal")
     axes.set_xlabel("real")
     axes.set_ylabel("imaginary")
