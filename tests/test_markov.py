@@ -23,7 +23,8 @@ def output(tmp_path_factory):
     """One run of the command with two seeds and a single epoch."""
     out = tmp_path_factory.mktemp("markov")
     patch = pytest.MonkeyPatch()
-    patch.setitem(markov.RECIPES, "quick", markov.Recipe(epochs=2, learning_rate=2e-3))
+    patch.setitem(markov.PRESETS, "quick", {"epochs": 2, "learning_rate": 2e-3})
+    patch.setattr(markov, "CONTROL_SEQUENCES", 60)
     threads = torch.get_num_threads()
     cli.main(["markov", "--out", str(out), "--seeds", "0", "1", "--no-progress"])
     torch.set_num_threads(threads)

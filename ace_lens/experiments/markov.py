@@ -16,10 +16,9 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 import ace_lens as ace
+from ace_lens.experiments.training import Recipe, train
 from ace_lens.reports import Report
 from ace_lens.shapes import typed
 
@@ -37,15 +36,8 @@ MAX_RANK = 8
 TARGET = ace.CentredLogits()
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the models are trained: AdamW without weight decay, batches of 64 sequences."""
-
-    epochs: int
-    learning_rate: float
-
-
-RECIPES = {"quick": Recipe(epochs=4, learning_rate=1e-3), "paper": Recipe(epochs=40, learning_rate=1e-4)}
+PRESETS = {"quick": {"epochs": 4, "learning_rate": 1e-3}, "paper": {"epochs": 40, "learning_rate": 1e-4}}
+"""The quick preset trains shorter, at a higher learning rate."""
 
 
 @dataclass(frozen=True)
@@ -222,23 +214,6 @@ def build_model(seed: int, normalization: Literal["none", "pre"] = "none") -> An
     )
 
 
-def train_model(model: Any, chains: Tensor, recipe: Recipe, generator: torch.Generator, *, progress: bool) -> None:
-    """Train a model to predict the next state of the chains, in batches drawn by the generator."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
-    epochs = tqdm(range(recipe.epochs), "Training", disable=not progress, unit="epoch")
-    loss = torch.tensor(0.0)
-    for _ in epochs:
-        for batch in torch.randperm(len(chains), generator=generator).split(BATCH_SIZE):
-            states = chains[batch]
-            loss = cross_entropy(model(states[:, :-1]).flatten(0, 1), states[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        epochs.set_postfix(loss=f"{loss.item():.3f}")
-    model.eval()
-
-
 def run_markov(config: MarkovConfig) -> tuple[MarkovResults, list[ace.Core]]:
     """Train the models, and find, prove, read and compare their cores.
 
@@ -257,20 +232,15 @@ def run_markov(config: MarkovConfig) -> tuple[MarkovResults, list[ace.Core]]:
     models, cores, results = [], [], []
     for seed in config.seeds:
         model = build_model(seed, config.normalization)
-        train_model(
-            model,
-            chains,
-            RECIPES[config.preset],
-            torch.Generator().manual_seed(seed),
-            progress=config.progress,
-        )
+        recipe = Recipe(**PRESETS[config.preset], weight_decay=0.0, batch_size=BATCH_SIZE, seed=seed)
+        train(model, chains[:, :-1], chains[:, 1:], recipe, progress=config.progress)
         full = ace.extract_core(model, extraction, TARGET, HOOK_POINT)
         ranks = range(1, min(MAX_RANK, full.rank) + 1)
         selection = ace.validate(model, full, select, TARGET, ace.CROSS_ENTROPY, ranks=ranks)
         core = full[: selection.r_suf or ranks[-1]]
         models.append(model)
         cores.append(core)
-        results.append(_model_result(seed, model, core, select, judge, truth, generator))
+        results.append(_model_result(seed, model, core, select, judge, truth, generator, config.progress))
     pairs = [
         _pair_result(
             (config.seeds[a], config.seeds[b]), [models[a], models[b]], [cores[a], cores[b]], select, judge, generator
@@ -289,8 +259,9 @@ def _model_result(
     judge: ace.Samples,
     truth: Tensor,
     generator: torch.Generator,
+    progress: bool,
 ) -> ModelResult:
-    proof = ace.validate(model, core, judge, TARGET)
+    proof = ace.validate(model, core, judge, TARGET, progress=progress)
     chosen, held_out = (_trajectories(model, core, samples) for samples in (select, judge))
     operator = ace.fit_operator(chosen, held_out)
     matched, errors = ace.match_eigenvalues(operator.eigenvalues, truth)
@@ -304,6 +275,7 @@ def _model_result(
         fit=select[: CONTROL_SEQUENCES * (LENGTH - 1)],
         n_steps=100,
         generator=generator,
+        progress=progress,
     )
     keep, remove = proof.keep[0], proof.remove[0]
     return ModelResult(
