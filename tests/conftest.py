@@ -29,7 +29,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("ace")
-torch.set_num_threads(2)
+# More threads than one make models this small slower, and much slower on a busy machine.
+torch.set_num_threads(1)
 
 HAS_HOOKED_TRANSFORMER = version("transformer-lens").startswith("3.")
 WORDS = [

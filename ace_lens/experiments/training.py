@@ -141,13 +141,15 @@ def train(
     for epoch in range(start, recipe.epochs):
         loss = _train_epoch(model, optimizer, tokens, labels, recipe, epoch)
         bar.update()
-        if epoch + 1 in save_at or (progress and (epoch + 1) % SHOW_EVERY == 0):
+        done = epoch + 1
+        kept = folder is not None and done in save_at
+        if kept or (progress and (done % SHOW_EVERY == 0 or done == recipe.epochs)):
             metrics = {"loss": loss, "train_accuracy": accuracy(model, tokens, labels)}
             if held_out is not None:
                 metrics["test_accuracy"] = accuracy(model, *held_out)
             bar.set_postfix({name: f"{value:.3f}" for name, value in metrics.items()})
-            if folder is not None and epoch + 1 in save_at:
-                _save(folder, model, optimizer, epoch + 1, recipe, metrics)
+            if folder is not None and kept:
+                _save(folder, model, optimizer, done, recipe, metrics)
     bar.close()
     model.eval()
 
