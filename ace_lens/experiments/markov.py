@@ -172,7 +172,7 @@ class MarkovResults(Report):
         if self.normalization == "pre" and self.pairs:
             without = ", ".join(f"{_unsigned_zero(pair.weight_cosine_without_gains):.3f}" for pair in self.pairs)
             lines += [f"Gains of LayerNorm start at one in every model. Without them the weight cosines are {without}."]
-        return "\n".join(lines)
+        return "\n".join(line.rstrip() for line in lines)
 
 
 @typed
