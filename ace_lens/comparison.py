@@ -1,7 +1,7 @@
 """How alike independently trained models are: in weights, in where their cores lie, and in what these carry."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -26,9 +26,10 @@ def weight_cosine(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
         second: parameters of the other model, of the same names and shapes.
 
     Raises:
-        ValueError: the names differ.
+        ValueError: names or shapes differ.
     """
-    if first.keys() != second.keys():
+    shapes = [{name: value.shape for name, value in parameters.items()} for parameters in (first, second)]
+    if shapes[0] != shapes[1]:
         raise ValueError("The two models have different parameters, so their weights have no cosine.")
     vectors = [
         torch.cat([parameters[name].detach().double().flatten() for name in sorted(first)])
@@ -92,7 +93,7 @@ def canonical_correlations(
         held_out_second: the same, on those other samples.
 
     Raises:
-        ValueError: too few samples to fit that many dimensions.
+        ValueError: too few samples to fit that many dimensions, or coordinates that do not vary in all of them.
     """
     n_samples, needed = len(first), 5 * (first.shape[1] + second.shape[1])
     if n_samples < needed:
@@ -100,6 +101,8 @@ def canonical_correlations(
             f"{n_samples} samples are too few for canonical correlations of {first.shape[1]} with {second.shape[1]} "
             f"dimensions: they would be near 1 by chance. Give at least {needed}."
         )
+    for part in (first, second, held_out_first, held_out_second):
+        _require_variation(part)
     means = first.double().mean(0), second.double().mean(0)
     (q_a, r_a), (q_b, r_b) = (
         torch.linalg.qr(part.double() - mean) for part, mean in zip((first, second), means, strict=True)
@@ -117,19 +120,30 @@ def canonical_correlation_p_values(
     held_out_first: Float[Tensor, "held_out rank_a"],
     held_out_second: Float[Tensor, "held_out rank_b"],
     *,
+    sequence_length: int = 1,
     n_permutations: int = 200,
     generator: torch.Generator,
 ) -> Float[Tensor, "n_pairs"]:
     """How often shuffled samples correlate as strongly, for each canonical pair.
 
-    Under the null, samples of the second core are permuted against those of the first, in both parts. With the usual
-    correction, the smallest p-value is 1 / (n_permutations + 1). Other arguments are those of `canonical_correlations`.
+    Under the null, samples of the second core are permuted against those of the first, in both parts. Samples of one
+    sequence resemble each other, which by itself makes shuffled samples correlate less than unrelated sequences do:
+    whole sequences are permuted then. With the usual correction, the smallest p-value is 1 / (n_permutations + 1).
+
+    Arguments:
+        first, second, held_out_first, held_out_second: as for `canonical_correlations`.
+        sequence_length: how many consecutive samples belong to one sequence.
+        n_permutations: draws from the null.
+        generator: draws the permutations.
+
+    Raises:
+        ValueError: as `canonical_correlations`, or samples that are no whole number of sequences.
     """
     observed = canonical_correlations(first, second, held_out_first, held_out_second)
     exceeded = torch.ones_like(observed)
     for _ in range(n_permutations):
-        shuffled = second[torch.randperm(len(second), generator=generator)]
-        held_out = held_out_second[torch.randperm(len(held_out_second), generator=generator)]
+        shuffled = second[_permuted(len(second), sequence_length, generator)]
+        held_out = held_out_second[_permuted(len(held_out_second), sequence_length, generator)]
         null = canonical_correlations(first, shuffled, held_out_first, held_out)
         exceeded += null.abs() >= observed
     return exceeded / (n_permutations + 1)
@@ -158,6 +172,7 @@ def spearman(
     first: Float[Tensor, "sample"],
     second: Float[Tensor, "sample"],
     *,
+    sequence_length: int = 1,
     n_resamples: int = 1000,
     generator: torch.Generator,
 ) -> RankCorrelation:
@@ -166,24 +181,29 @@ def spearman(
     Arguments:
         first: `[sample]`, coordinates in one core, whose sign is set by the target.
         second: `[sample]`, coordinates in the other.
+        sequence_length: how many consecutive samples belong to one sequence; sequences are drawn whole.
         n_resamples: bootstrap resamples, and permutations; the smallest p-value is 1 / (n_resamples + 1).
         generator: draws them.
 
     Raises:
-        ValueError: fewer than three samples.
+        ValueError: fewer than three samples, samples that are no whole number of sequences, or values all alike.
     """
     n_samples = len(first)
     if n_samples < 3:
         raise ValueError(f"{n_samples} samples have no rank correlation to speak of. Give at least three.")
+
+    for part in (first, second):
+        _require_variation(part[:, None])
 
     def rho(a: Tensor, b: Tensor) -> float:
         ranks = (torch.as_tensor(rankdata(part.double().numpy()))[:, None] for part in (a, b))
         return float(_correlations(*ranks))
 
     observed = rho(first, second)
-    draws = torch.randint(n_samples, (n_resamples, n_samples), generator=generator)
+    rows = _sequences(n_samples, sequence_length)
+    draws = [rows[torch.randint(len(rows), (len(rows),), generator=generator)].flatten() for _ in range(n_resamples)]
     resampled = torch.tensor([rho(first[draw], second[draw]) for draw in draws], dtype=torch.float64)
-    null = [rho(first, second[torch.randperm(n_samples, generator=generator)]) for _ in range(n_resamples)]
+    null = [rho(first, second[_permuted(n_samples, sequence_length, generator)]) for _ in range(n_resamples)]
     low, high = resampled.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     p = (1 + sum(abs(value) >= abs(observed) for value in null)) / (n_resamples + 1)
     return RankCorrelation(Estimate(observed, low, high), p, n_samples)
@@ -198,6 +218,30 @@ def linear_cka(first: Float[Tensor, "sample d_a"], second: Float[Tensor, "sample
     x, y = (part.double() - part.double().mean(0) for part in (first, second))
     cross = torch.linalg.matrix_norm(x.T @ y).square()
     return float(cross / (torch.linalg.matrix_norm(x.T @ x) * torch.linalg.matrix_norm(y.T @ y)))
+
+
+def _sequences(n_samples: int, sequence_length: int) -> Tensor:
+    """Indices of the samples, `[sequence, sequence_length]`."""
+    if n_samples % sequence_length:
+        raise ValueError(f"{n_samples} samples are no whole number of sequences of {sequence_length}.")
+    return torch.arange(n_samples).reshape(-1, sequence_length)
+
+
+def _permuted(n_samples: int, sequence_length: int, generator: torch.Generator) -> Tensor:
+    """Indices of the samples with whole sequences in a random order."""
+    rows = _sequences(n_samples, sequence_length)
+    return rows[torch.randperm(len(rows), generator=generator)].flatten()
+
+
+def _require_variation(coordinates: Tensor) -> None:
+    """Refuse coordinates of which some combination is constant: nothing correlates with it."""
+    deviation = coordinates.double() - coordinates.double().mean(0)
+    sizes = torch.linalg.svdvals(deviation)
+    if len(sizes) < coordinates.shape[1] or bool(sizes[-1] <= sizes[0] * 1e-12):
+        raise ValueError(
+            f"These coordinates of {coordinates.shape[1]} dimensions do not vary in all of them, so they have no "
+            "correlations. Give more samples, or a core of lower rank."
+        )
 
 
 def _correlations(a: Tensor, b: Tensor) -> Tensor:
@@ -225,6 +269,8 @@ def consensus_cores(cores: Sequence[Core], coordinates: Sequence[Tensor], rank: 
         raise ValueError("A consensus is between at least two cores, with coordinates for each.")
     if len({len(part) for part in coordinates}) != 1:
         raise ValueError("The coordinates are of different numbers of samples. Take them all on the same samples.")
+    if any(part.shape[1] != core.rank for core, part in zip(cores, coordinates, strict=True)):
+        raise ValueError("Coordinates of other dimensions than their core's. Take them with Core.coordinates.")
     if not 1 <= rank <= min(core.rank for core in cores):
         raise ValueError(f"A consensus of rank {rank} does not fit into cores of rank {min(c.rank for c in cores)}.")
     centred = [part.double() - part.double().mean(0) for part in coordinates]
@@ -235,5 +281,6 @@ def consensus_cores(cores: Sequence[Core], coordinates: Sequence[Tensor], rank: 
         # The part of the core's activity that goes with g, h ~ Q (z^T g): its span, in order of strength.
         inner, values, _ = torch.linalg.svd(part.T @ shared, full_matrices=False)
         basis = core.basis.double() @ inner
-        result.append(Core(basis, core.mean.double(), values, core.hook_point, core.provenance))
+        source = replace(core.provenance, target=f"consensus of {len(cores)} models on {core.provenance.target}")
+        result.append(Core(basis, core.mean.double(), values, core.hook_point, source))
     return result

@@ -7,9 +7,11 @@ subspace trained for the very purpose.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
+from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from threadpoolctl import threadpool_limits
@@ -17,14 +19,14 @@ from torch import Tensor
 
 from ace_lens.core import Core
 from ace_lens.downstream import Edits, edited_outputs, paused_passes
-from ace_lens.models import HookedModel
+from ace_lens.models import HookedModel, HookFunction
 from ace_lens.probe import JacobianProbe
 from ace_lens.reports import Report
 from ace_lens.samples import Samples
 from ace_lens.scores import Score
 from ace_lens.shapes import Activations, Basis, Jacobians, typed
 from ace_lens.targets import Target, describe, task_outputs
-from ace_lens.validation import INTERVENTIONS, Bootstrap, Estimate, intervention
+from ace_lens.validation import INTERVENTIONS, Bootstrap, Estimate, intervention, text_perplexity
 
 
 @dataclass(frozen=True)
@@ -105,17 +107,27 @@ def linear_probe(activations: Activations, labels: Shaped[Tensor, "sample"], ran
 
 
 @typed
-def leace(activations: Activations, labels: Shaped[Tensor, "sample"]) -> Projection:
+def leace(activations: Activations, labels: Shaped[Tensor, "sample"], *, shrinkage: bool = True) -> Projection:
     """The oblique projection whose removal leaves no linear trace of the labels and changes activations least.
 
     LEACE (Belrose et al. 2023, theorem 4.3): with W = Cov(h)^(-1/2) and P the orthogonal projection onto the column
-    space of W Cov(h, z), z the one-hot label, it removes W^+ P W (h - mu). Its rank is that of Cov(h, z): one fewer
-    than classes.
+    space of W Cov(h, z), z the one-hot label, it removes W^+ P W (h - mu). Its rank is that of Cov(h, z), one fewer
+    than classes; a lower one would leave a trace.
+
+    Arguments:
+        activations: `[sample, d_model]`.
+        labels: `[sample]`, classes.
+        shrinkage: estimate Cov(h) with Ledoit and Wolf's shrinkage, without which few samples in many dimensions make a
+            poor W. What is erased is erased either way.
     """
     deviation = activations.double() - activations.double().mean(0)
     one_hot = (labels[:, None] == labels.unique()).double()
     cross = deviation.T @ (one_hot - one_hot.mean(0)) / len(deviation)
-    values, vectors = torch.linalg.eigh(deviation.T @ deviation / len(deviation))
+    if shrinkage:
+        covariance = torch.as_tensor(ledoit_wolf(deviation.numpy(), assume_centered=True)[0])
+    else:
+        covariance = deviation.T @ deviation / len(deviation)
+    values, vectors = torch.linalg.eigh(covariance)
     support = values > values.max() * len(values) * torch.finfo(torch.float64).eps
     values, vectors = values[support], vectors[:, support]
     whitened = (vectors / values.sqrt()).T @ cross
@@ -154,8 +166,14 @@ def trained_subspace(
         learning_rate: of Adam.
         batch_size: rows in a forward pass.
     """
-    paused = list(paused_passes(model, samples, hook_point, batch_size=batch_size))
+    # Residuals kept from a caller's inference_mode could not enter a graph.
+    with torch.inference_mode(False):
+        paused = list(paused_passes(model, samples, hook_point, batch_size=batch_size))
     paused = [each for each in paused if len(each.index) > 1]
+    if not paused:
+        raise ValueError(
+            "Swapping between samples needs two in a batch. Raise batch_size, or leave training out (n_steps=0)."
+        )
     dtype = torch.promote_types(paused[0].residual.dtype, torch.float32)
     start = random_subspace(paused[0].residual.shape[-1], rank, generator)
     with torch.inference_mode(False), torch.enable_grad():
@@ -185,11 +203,13 @@ class ControlRow:
 
     Arguments:
         name: the way.
-        rank: the rank of the subspace, lower than the core's where there is no more to be found.
+        rank: the rank of the subspace: the core's, or lower where there is no more to be found; LEACE has the rank that
+            it needs, one fewer than classes.
         keep: the score with nothing but the subspace; the interval is over samples, or over draws for random ones.
         remove: the score with the subspace removed.
         flip: the score with the subspace's sign flipped.
         outside_kl: for "keep", "remove" and "flip", the mean KL(unedited || edited) outside the target, in nats.
+        perplexity: for each of them, at every position, the perplexity on ordinary text; empty if no text was given.
     """
 
     name: str
@@ -198,6 +218,7 @@ class ControlRow:
     remove: Estimate
     flip: Estimate
     outside_kl: dict[str, float]
+    perplexity: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -213,6 +234,7 @@ class Controls(Report):
         chance: the score of an answer that ignores the input; None where there is no such thing.
         rows: the core, then the controls.
         n_draws: how many random subspaces stand behind a row of them.
+        perplexity: the perplexity on ordinary text without intervention; None if no text was given.
     """
 
     description: str
@@ -223,6 +245,7 @@ class Controls(Report):
     chance: float | None
     rows: tuple[ControlRow, ...]
     n_draws: int
+    perplexity: float | None = None
 
     def row(self, name: str) -> ControlRow:
         """The row of that name.
@@ -250,6 +273,14 @@ class Controls(Report):
             cells = "  ".join(f"{f'{getattr(row, name):.3f}':<22}" for name in INTERVENTIONS)
             kl = "  " + "  ".join(f"{row.outside_kl[name]:.4f}" for name in INTERVENTIONS) if row.outside_kl else ""
             lines.append(f"{row.name:<22}  {row.rank:>4}  {cells}{kl}".rstrip())
+        if self.perplexity is not None:
+            lines += [
+                f"perplexity on text, {self.perplexity:.2f} without intervention",
+                f"{'subspace':<22}  {'':>4}  {'keep':<22}  {'remove':<22}  flip",
+            ]
+            for row in self.rows:
+                cells = "  ".join(f"{row.perplexity[name]:<22.2f}" for name in INTERVENTIONS)
+                lines.append(f"{row.name:<22}  {'':>4}  {cells}".rstrip())
         return "\n".join(lines)
 
 
@@ -261,6 +292,7 @@ def compare_with_controls(
     score: Score | None = None,
     *,
     fit: Samples,
+    text: Samples | None = None,
     n_draws: int = 32,
     n_steps: int = 200,
     n_bootstrap: int = 200,
@@ -285,6 +317,7 @@ def compare_with_controls(
         target: the task output.
         score: as for `validate`.
         fit: the samples to fit the controls on.
+        text: ordinary text (`Samples.from_text`), to take the perplexity on; of random subspaces, on one draw each.
         n_draws: random subspaces of each kind.
         n_steps: steps of training for distributed alignment search; 0 leaves it out.
         n_bootstrap: how often the sequences are resampled for the intervals.
@@ -305,7 +338,7 @@ def compare_with_controls(
         "PCA of activations": Projection.onto(principal_components(activations, rank)),
         "leading gradients": Projection.onto(leading_gradients(jacobians, rank)),
     }
-    if fit.labels is not None and not fit.labels.is_floating_point():
+    if fit.labels is not None and bool((fit.labels == fit.labels.long()).all()):
         found["class mean differences"] = Projection.onto(class_mean_differences(activations, fit.labels, rank))
         found["linear probe"] = Projection.onto(linear_probe(activations, fit.labels, rank))
         found["LEACE"] = leace(activations, fit.labels)
@@ -330,9 +363,16 @@ def compare_with_controls(
     )
     estimate = Bootstrap(score, samples, result, n_bootstrap, generator)
 
+    def perplexities(projection: Projection) -> dict[str, float]:
+        if text is None:
+            return {}
+        hooks = _hooks(core, projection)
+        return {kind: text_perplexity(model, text, [hook], batch_size=batch_size) for kind, hook in hooks.items()}
+
     def row(name: str, projection: Projection) -> ControlRow:
         scores = {kind: estimate(result.edited[f"{kind} {name}"]) for kind in INTERVENTIONS}
-        return ControlRow(name, projection.rank, **scores, outside_kl=_mean_kl(result.outside_kl, [name]))
+        kl = _mean_kl(result.outside_kl, [name])
+        return ControlRow(name, projection.rank, **scores, outside_kl=kl, perplexity=perplexities(projection))
 
     def random_row(name: str) -> ControlRow:
         names = [f"{name} {draw}" for draw in range(n_draws)]
@@ -340,7 +380,8 @@ def compare_with_controls(
             kind: _over_draws([float(estimate.values(result.edited[f"{kind} {each}"]).mean()) for each in names])
             for kind in INTERVENTIONS
         }
-        return ControlRow(name, rank, **scores, outside_kl=_mean_kl(result.outside_kl, names))
+        kl = _mean_kl(result.outside_kl, names)
+        return ControlRow(name, rank, **scores, outside_kl=kl, perplexity=perplexities(randoms[names[0]]))
 
     return Controls(
         description=f"Core at {core.hook_point} of {core.provenance.model_name}, target {describe(target)}",
@@ -351,7 +392,21 @@ def compare_with_controls(
         chance=estimate.chance,
         rows=(*(row(*item) for item in found.items()), *(random_row(name) for name in draws if n_draws)),
         n_draws=n_draws,
+        perplexity=None if text is None else text_perplexity(model, text, batch_size=batch_size),
     )
+
+
+def _hooks(core: Core, projection: Projection) -> dict[str, tuple[str, HookFunction]]:
+    """Keep, remove and flip at every position, as hooks."""
+    names = [f"{kind} hooked" for kind in INTERVENTIONS]
+
+    def hook(name: str) -> HookFunction:
+        def edit(activation: Tensor, hook: Any) -> Tensor:
+            return dict(_edits(core, {"hooked": projection})(activation, torch.empty(0)))[name]
+
+        return edit
+
+    return {kind: (core.hook_point, hook(name)) for kind, name in zip(INTERVENTIONS, names, strict=True)}
 
 
 def _edits(core: Core, projections: Mapping[str, Projection]) -> Edits:

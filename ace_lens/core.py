@@ -55,7 +55,7 @@ class Provenance:
 
 
 @typed
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Core:
     """An algorithmic core: an ordered orthonormal basis of a subspace of the residual stream.
 
@@ -132,12 +132,12 @@ class Core:
         """
         resolve_hook_point(model, self.hook_point)
         self._check_width(getattr(getattr(model, "cfg", None), "d_model", self.d_model))
-        here, there = weight_processing(model), self.provenance.processing
-        if differ := [name for name in here if name in there and here[name] != there[name]]:
-            changes = ", ".join(f"{name}: {there[name]!r} there, {here[name]!r} here" for name in differ)
+        name = "writing_weights_centred"
+        here, there = weight_processing(model)[name], self.provenance.processing.get(name)
+        if None not in (here, there) and here != there:
             raise ValueError(
-                f"The core comes from a model whose weights were processed differently ({changes}), so its "
-                "residual stream is another one. Load the model as it was, or extract the core again."
+                f"The core comes from a model whose weights were processed differently ({name}: {there} there, {here} "
+                "here), so its residual stream is another one. Load the model as it was, or extract the core again."
             )
 
     def check_activation(self, activation: Tensor, hook_point: str | None) -> None:

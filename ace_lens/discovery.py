@@ -7,12 +7,13 @@ import torch
 
 from ace_lens.controls import Controls, compare_with_controls
 from ace_lens.core import Core
+from ace_lens.downstream import edited_outputs
 from ace_lens.extraction import extract_cores
 from ace_lens.models import HookedModel
 from ace_lens.reports import Report
 from ace_lens.samples import Samples
 from ace_lens.scores import ACCURACY, CROSS_ENTROPY, Score, default_score
-from ace_lens.targets import Target, task_outputs
+from ace_lens.targets import Target
 from ace_lens.validation import Validation, validate
 
 
@@ -46,13 +47,14 @@ def find_core(
     model: HookedModel,
     samples: Samples,
     target: Target,
-    hook_points: Sequence[str],
+    hook_points: str | Sequence[str],
     *,
     held_out: Samples,
     score: Score | None = None,
     max_rank: int = 8,
     sufficiency_tolerance: float = 0.01,
     controls: bool = True,
+    text: Samples | None = None,
     generator: torch.Generator | None = None,
     batch_size: int = 64,
     progress: bool = False,
@@ -77,19 +79,26 @@ def find_core(
         max_rank: the highest rank to try.
         sufficiency_tolerance: see `Validation`.
         controls: compare the core with controls.
+        text: ordinary text (`Samples.from_text`), to take the perplexity on as a side effect.
         generator: draws the split and the controls; seeded with 0 if not given.
         batch_size: rows in a forward pass.
         progress: show progress bars.
 
     Raises:
-        ValueError: no hook points, and as `extract_core` and `validate`.
+        ValueError: no hook points, held-out sequences among the samples, and as `extract_core` and `validate`.
     """
+    hook_points = [hook_points] if isinstance(hook_points, str) else list(hook_points)
     if not hook_points:
         raise ValueError("There are no hook points to choose from. Give at least one, such as a resid_post a layer.")
     generator = generator or torch.Generator().manual_seed(0)
     extraction, selection = samples.split(0.5, generator)
-    cores = extract_cores(model, extraction, target, list(hook_points), batch_size=batch_size, progress=progress)
-    selection_score = score or _finest_score(model, selection, target)
+    if shared := _shared_rows(samples, held_out):
+        raise ValueError(
+            f"{shared} of the {len(held_out.tokens)} held-out sequences are among those to choose on, so the verdict "
+            "would not be on other data. Split them first: samples.split(...)."
+        )
+    cores = extract_cores(model, extraction, target, hook_points, batch_size=batch_size, progress=progress)
+    selection_score = score or _finest_score(model, selection, target, hook_points[0])
     tried = {
         name: validate(
             model,
@@ -107,22 +116,36 @@ def find_core(
     ranks = {name: _chosen_rank(validation) for name, validation in tried.items()}
     best = max(tried, key=lambda name: _selectivity(tried[name], ranks[name]))
     core = cores[best][: ranks[best]]
+    chosen_on = f"{len(extraction)} samples (extraction) and {len(selection)} (layer and rank)"
     settings = {"generator": generator, "batch_size": batch_size, "progress": progress}
     tolerance = {"sufficiency_tolerance": sufficiency_tolerance}
     ranks_below = range(1, core.rank + 1)
-    verdict = validate(model, core, held_out, target, score, ranks=ranks_below, **tolerance, **settings)
+    settings["text"] = text
+    verdict = validate(
+        model, core, held_out, target, score, ranks=ranks_below, chosen_on=chosen_on, **tolerance, **settings
+    )
     compared = None
     if controls:
         compared = compare_with_controls(model, core, held_out, target, score, fit=extraction, **settings)
     return core, Proof(best, core.rank, tried, verdict, compared)
 
 
-def _finest_score(model: HookedModel, samples: Samples, target: Target) -> Score:
+def _finest_score(model: HookedModel, samples: Samples, target: Target, hook_point: str) -> Score:
     """The default score, or cross-entropy in place of accuracy where labels number the outputs."""
-    d_vocab = int(getattr(getattr(model, "cfg", None), "d_vocab", 0))
-    n_outputs = task_outputs(target, torch.zeros(1, d_vocab)).shape[1]
-    score = default_score(n_outputs, samples.labels)
+    one = edited_outputs(model, samples[:1], target, hook_point, lambda activations, index: [])
+    score = default_score(one.clean.shape[1], samples.labels)
     return CROSS_ENTROPY if score is ACCURACY else score
+
+
+def _shared_rows(first: Samples, second: Samples) -> int:
+    """How many sequences of the second also stand in the first."""
+
+    def rows(samples: Samples) -> list[tuple[int, ...]]:
+        pairs = zip(samples.tokens, samples.attention_mask, strict=True)
+        return [tuple(tokens[mask != 0].tolist()) for tokens, mask in pairs]
+
+    known = set(rows(first))
+    return sum(row in known for row in rows(second))
 
 
 def _chosen_rank(validation: Validation) -> int:

@@ -126,7 +126,8 @@ def edited_outputs(
         progress: show a progress bar.
 
     Raises:
-        ValueError: an unknown hook point, or a target of another shape.
+        ValueError: an unknown hook point, a target of another shape, outputs that are not finite, or two edits of one
+            name.
     """
     order: list[Tensor] = []
     clean: list[Tensor] = []
@@ -136,12 +137,14 @@ def edited_outputs(
     for paused in paused_passes(model, samples, hook_point, batch_size=batch_size, progress=progress):
         restarted = paused.restart is not _full_pass
         order.append(paused.index)
-        clean.append(task_outputs(target, paused.logits))
+        clean.append(_finite(task_outputs(target, paused.logits), "the unedited model", len(clean)))
         outside = tokens_outside(target, paused.logits.shape[1])
         before = _log_probabilities(paused.logits, outside)
         for name, activations in edits(paused.activations, paused.index):
             logits = paused.resume(activations)
-            edited.setdefault(name, []).append(task_outputs(target, logits))
+            edited.setdefault(name, []).append(_finite(task_outputs(target, logits), name, len(clean) - 1))
+            if len(edited[name]) != len(clean):
+                raise ValueError(f"Two edits are called {name!r}. Give each a name of its own.")
             if before is not None:
                 kl = (before.exp() * (before - _log_probabilities(logits, outside))).sum(1)
                 outside_kl.setdefault(name, []).append(kl)
@@ -154,6 +157,15 @@ def edited_outputs(
     )
 
 
+def _finite(outputs: Tensor, name: str, batch: int) -> Tensor:
+    if not outputs.isfinite().all():
+        raise ValueError(
+            f"The task's outputs are NaN or infinite in batch {batch} under {name}. Likely causes: overflow in "
+            "float16, a row without a real token, or a target that divides by zero."
+        )
+    return outputs
+
+
 def _log_probabilities(logits: Tensor, outside: Tensor | None) -> Any:
     """`[n, outside]`, of the tokens outside the target, given that the next one is among them; None without any."""
     return None if outside is None else logits[:, outside.to(logits.device)].float().log_softmax(1)
@@ -161,12 +173,17 @@ def _log_probabilities(logits: Tensor, outside: Tensor | None) -> Any:
 
 def _cheapest_restart(paused: PausedPass) -> _Restart:
     """The cheapest way on from the hook point that reproduces the model's own logits on this batch."""
+    if paused.hook_point.endswith("hook_resid_pre") and paused.model.hook_dict[paused.hook_point].fwd_hooks:
+        # Starting at a layer fires its hook_resid_pre again: the user's hook there would come after our edit.
+        return _full_pass
+    if not paused.logits.isfinite().all():
+        return _full_pass
     pointwise = is_pointwise_downstream(paused.model, paused.hook_point)
     cheap = _from_last_block if pointwise else _from_layer
     tolerance = torch.finfo(paused.logits.dtype).eps ** 0.5
     try:
         again = cheap(paused, paused.activations)
-    except (NotImplementedError, AttributeError, TypeError, ValueError):
+    except (NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError, IndexError):
         return _full_pass
     same = again.shape == paused.logits.shape and torch.allclose(
         again, paused.logits, rtol=tolerance, atol=tolerance * float(paused.logits.abs().max())

@@ -29,7 +29,8 @@ class _TriangularFactor:
         self._n_rows = 0
 
     def append(self, rows: Tensor) -> None:
-        self._blocks.append(rows)
+        # A copy: the caller may use its buffers again.
+        self._blocks.append(rows.clone())
         self._n_rows += len(rows)
         # Waiting until the factor has doubled makes the cost of re-triangularising proportional to the rows.
         if self._n_rows > 2 * self.d_model:
@@ -70,7 +71,7 @@ class CoreExtractor:
             ValueError: the batch is empty, a value is not finite, or its width or number of outputs is another than
                 before.
         """
-        activations, jacobians = (part.detach().double().cpu() for part in (activations, jacobians))
+        activations, jacobians = (part.detach().cpu().double() for part in (activations, jacobians))
         if len(activations) == 0:
             raise ValueError("This batch has no samples. Leave empty batches out.")
         if not (activations.isfinite().all() and jacobians.isfinite().all()):

@@ -13,7 +13,7 @@ from ace_lens.shapes import typed
 
 
 @typed
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearOperator:
     """z_{t+1} = A z_t + b, fitted by least squares.
 
@@ -23,8 +23,8 @@ class LinearOperator:
         eigenvalues: `[rank]`, of A on the subspace it was fitted in, by descending modulus; fewer than the rank if that
             subspace was cut.
         r2: R^2 of the next step, held out where sequences were held out, in coordinates that are white there: the mean
-            over the core's dimensions of 1 - residual variance / variance. Whitened, it does not depend on the basis,
-            nor on how strongly a model happens to write each dimension.
+            over the dimensions of that subspace of 1 - residual variance / variance. Whitened, it does not depend on
+            the basis, nor on how strongly a model happens to write each dimension.
     """
 
     matrix: Float[Tensor, "rank rank"]
@@ -120,7 +120,7 @@ def bootstrap_eigenvalues(
     n_resamples: int,
     generator: torch.Generator,
     affine: bool = True,
-) -> Complex[Tensor, "resample rank"]:
+) -> Complex[Tensor, "resample n_eigenvalues"]:
     """Eigenvalues refitted on resampled sequences, in the order of those fitted on all of them.
 
     Whole sequences are drawn, with replacement; each refit is matched to the fit on all sequences.
@@ -130,15 +130,22 @@ def bootstrap_eigenvalues(
         n_resamples: how many refits.
         generator: draws the sequences.
         affine: as for `fit_operator`.
+
+    Raises:
+        ValueError: fewer than ten sequences.
     """
-    rank = trajectories.shape[2]
+    if len(trajectories) < 10:
+        raise ValueError(
+            f"{len(trajectories)} sequences say too little of how much eigenvalues vary between sequences. Give at "
+            "least ten, cut from longer ones if need be."
+        )
 
     def spectrum(states: Tensor) -> Tensor:
         matrix, _, frame = _least_squares(*_transitions(states), affine=affine, ridge=0.0, cut=0.0)
         return _spectrum(matrix, frame)
 
     reference = spectrum(trajectories)
-    found = torch.empty(n_resamples, rank, dtype=torch.complex128)
+    found = torch.empty(n_resamples, len(reference), dtype=torch.complex128)
     for row in range(n_resamples):
         drawn = torch.randint(len(trajectories), (len(trajectories),), generator=generator)
         found[row] = match_eigenvalues(spectrum(trajectories[drawn]), reference)[0]
@@ -152,7 +159,7 @@ def eigenvalue_intervals(
     n_resamples: int = 200,
     generator: torch.Generator,
     affine: bool = True,
-) -> tuple[Complex[Tensor, "rank"], Complex[Tensor, "rank"]]:
+) -> tuple[Complex[Tensor, "n_eigenvalues"], Complex[Tensor, "n_eigenvalues"]]:
     """95% bootstrap intervals of the eigenvalues, as lower and upper corners in the complex plane.
 
     The intervals are reflected about the estimate (the basic bootstrap), real and imaginary parts apart. They are in
@@ -200,7 +207,9 @@ def spectrum_p_value(
     """How often states in shuffled order come as close to a reference spectrum as in their own.
 
     The statistic is the mean distance of the matched eigenvalues. Under the null, which state follows which is
-    permuted over all transitions, so that nothing moves by a rule. With the usual correction, the smallest p-value is
+    permuted over all transitions, so that nothing moves by a rule. A small value says that the states follow a rule
+    whose spectrum is nearer to the reference than none would be; that the spectrum *is* the reference is for
+    `match_eigenvalues` and `eigenvalue_intervals` to show. With the usual correction, the smallest p-value is
     1 / (n_permutations + 1).
 
     Arguments:
@@ -279,5 +288,11 @@ def whitened_r2(residual: Tensor, observed: Tensor) -> float:
     The mean over dimensions of the share of variance explained; no change of basis alters it.
     """
     deviation = observed - observed.mean(0)
-    share = torch.linalg.solve(deviation.T @ deviation, residual.T @ residual)
-    return 1 - float(share.trace()) / len(share)
+    _, factor = torch.linalg.qr(deviation)
+    if len(deviation) <= deviation.shape[1] or bool(factor.diagonal().abs().min() <= 1e-12 * factor.abs().max()):
+        raise ValueError(
+            f"{len(deviation)} held-out states do not vary in all {deviation.shape[1]} dimensions, so R^2 has no "
+            "meaning in some of them. Give more, or fewer dimensions (cut=...)."
+        )
+    white = torch.linalg.solve_triangular(factor, residual, upper=True, left=False)
+    return 1 - float(white.square().sum()) / deviation.shape[1]

@@ -63,6 +63,8 @@ def resolve_hook_point(model: HookedModel, name: str) -> str:
     canonical = canonical_hook_point(name)
     if canonical in model.hook_dict:
         return canonical
+    if name in model.hook_dict:
+        return name
     names = list(model.hook_dict)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     near = near or [known for known in names if "resid" in known][:3]
@@ -70,6 +72,20 @@ def resolve_hook_point(model: HookedModel, name: str) -> str:
         f"{type(model).__name__} has no hook point {name!r}. Nearest names: {', '.join(near) or 'none'}. "
         "`model.hook_dict` lists them all."
     )
+
+
+def require_residual(hook_point: str) -> None:
+    """Refuse hook points beside the residual stream.
+
+    Raises:
+        ValueError: the hook point is not one of the residual stream.
+    """
+    if not re.fullmatch(r"hook_embed|blocks\.\d+\.hook_resid_(pre|post)", hook_point):
+        raise ValueError(
+            f"{hook_point} is not a hook point of the residual stream. A core lives at hook_embed, "
+            "blocks.N.hook_resid_pre or blocks.N.hook_resid_post. (On a bridge, hook_resid_mid is only the input of "
+            "the second norm: an edit there does not reach the skip path.)"
+        )
 
 
 def n_blocks(model: HookedModel) -> int:
@@ -110,16 +126,22 @@ def require_differentiable(model: HookedModel) -> None:
 
 
 def weight_processing(model: HookedModel) -> dict[str, Any]:
-    """The processing that changes a model's residual stream without changing what it computes.
+    """The processing that a model's weights have had, which leaves what it computes as it is.
 
-    Folding LayerNorm and centring the writing weights (HookedTransformer's defaults, a bridge's
-    compatibility mode) both do. A core found under one is wrong under another.
+    Only one kind changes the residual stream: centring the weights that write to it takes its mean over d_model away.
+    `writing_weights_centred` says whether that was done, None where it cannot be told. It is measured on the token
+    embedding, because no configuration records it.
     """
     cfg = getattr(model, "cfg", None)
+    embedding = getattr(model, "W_E", None)
+    centred = None
+    if isinstance(embedding, Tensor):
+        means = embedding.detach().float().mean(-1).abs().max()
+        centred = bool(means < 1e-4 * embedding.detach().float().abs().max())
     return {
         "normalization_type": getattr(cfg, "normalization_type", None),
-        "layer_norm_folding": bool(getattr(cfg, "layer_norm_folding", False)),
         "compatibility_mode": bool(getattr(model, "compatibility_mode", False)),
+        "writing_weights_centred": centred,
     }
 
 

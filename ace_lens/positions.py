@@ -49,6 +49,12 @@ class PositionSelector:
             ValueError: a mask of another batch, or a position outside the prompt.
         """
         batch, length = activation.shape[:2]
+        by_count = not isinstance(self.positions, str)
+        if length == 1 and self._prompt_length == 1 and by_count:
+            raise ValueError(
+                "A pass of one position came after a prompt of one position: it may be the next step of a generation, "
+                'or another prompt. Ask for fwd_hooks() or attach() anew for each prompt, or choose "last" or "all".'
+            )
         continues = length == 1 and self._seen > 0
         if not continues:
             self._prompt_length, self._seen = length, 0

@@ -12,6 +12,7 @@ from ace_lens.models import (
     HookedModel,
     is_pointwise_downstream,
     require_differentiable,
+    require_residual,
     resolve_hook_point,
     run,
 )
@@ -21,7 +22,7 @@ from ace_lens.targets import Target, describe, task_outputs
 
 
 @typed
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Probed:
     """What the probe found at one hook point, sample by sample.
 
@@ -73,6 +74,8 @@ class JacobianProbe:
         self.target = target
         names = [hook_points] if isinstance(hook_points, str) else hook_points
         self.hook_points = list(dict.fromkeys(resolve_hook_point(model, name) for name in names))
+        for name in self.hook_points:
+            require_residual(name)
         self.batch_size = batch_size
         self._shares_rows = all(is_pointwise_downstream(model, name) for name in self.hook_points)
 

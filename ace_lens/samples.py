@@ -13,7 +13,7 @@ from ace_lens.shapes import SampleIndex, typed
 
 
 @typed
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
     """`n` samples: a sequence and a position in it each, with a label if the task has one.
 
@@ -60,9 +60,9 @@ class Samples:
     def __len__(self) -> int:
         return len(self.sequence)
 
-    def __getitem__(self, index: Tensor | slice | Sequence[int]) -> "Samples":
+    def __getitem__(self, index: Tensor | slice | Sequence[int] | int) -> "Samples":
         """The chosen samples, with the sequences that they lie in and no others."""
-        chosen = torch.arange(len(self))[index]
+        chosen = torch.arange(len(self))[index].reshape(-1)
         if len(chosen) == 0:
             raise ValueError("There are no samples in this selection.")
         rows, sequence = self.sequence[chosen].unique(return_inverse=True)
@@ -79,7 +79,7 @@ class Samples:
     def from_tokens(
         cls,
         tokens: Int[Tensor, "batch pos"],
-        positions: Literal["last", "all"] | Int[Tensor, "batch per_sequence"] = "last",
+        positions: Literal["last", "all"] | Shaped[Tensor, "batch ..."] | list[int] = "last",
         *,
         labels: Shaped[Tensor, "..."] | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
@@ -89,25 +89,31 @@ class Samples:
 
         Arguments:
             tokens: `[batch, pos]`.
-            positions: `"last"`, `"all"`, or `[batch, k]`, the positions chosen in each sequence.
-            labels: one label a sample: `[batch]` for the last position, `[batch, pos]` for all (labels at
-                padding are left out), or the shape of `positions`.
+            positions: `"last"`, `"all"`, `[batch]` or `[batch, k]`, the positions chosen in each sequence, or a boolean
+                mask `[batch, pos]`.
+            labels: one label a sample: `[batch]` for the last position, `[batch, pos]` for all or for a mask (labels at
+                other positions are left out), or the shape of `positions`.
             attention_mask: `[batch, pos]`, 1 at real tokens; all of them if not given.
             prepend_bos: whether the tokens begin with a begin token; recorded with a core.
         """
-        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
+        # Samples are kept on the CPU: they are only indices, and go where the model is when it runs.
+        tokens = tokens.cpu()
+        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.cpu()
+        labels = None if labels is None else labels.cpu()
+        chosen = torch.as_tensor(positions).cpu() if not isinstance(positions, str) else None
         if positions == "last":
-            last = tokens.shape[1] - 1 - mask.flip(1).long().argmax(1)
-            sequence, position = torch.arange(len(tokens)), last
-            chosen = labels
-        elif positions == "all":
-            sequence, position = mask.nonzero(as_tuple=True)
-            chosen = None if labels is None else labels.reshape(mask.shape)[mask != 0]
+            sequence = torch.arange(len(tokens))
+            position = tokens.shape[1] - 1 - mask.flip(1).long().argmax(1)
+        elif chosen is None or chosen.dtype == torch.bool:
+            chosen = mask != 0 if chosen is None else chosen
+            sequence, position = chosen.nonzero(as_tuple=True)
+            labels = None if labels is None else labels.reshape(mask.shape)[chosen]
         else:
-            sequence = torch.arange(len(tokens)).repeat_interleave(positions.shape[1])
-            position = positions.flatten()
-            chosen = None if labels is None else labels.flatten()
-        return cls(tokens, mask, sequence, position, chosen, prepend_bos)
+            chosen = chosen.reshape(len(tokens), -1)
+            sequence = torch.arange(len(tokens)).repeat_interleave(chosen.shape[1])
+            position = chosen.flatten()
+            labels = None if labels is None else labels.flatten()
+        return cls(tokens, mask, sequence, position, labels, prepend_bos)
 
     @classmethod
     def from_prompts(
@@ -201,6 +207,8 @@ class Samples:
 
 def _tokenized(model: HookedModel, texts: Sequence[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor, bool]:
     """Tokens and attention mask `[batch, pos]`, padded on the right, and whether they start with a begin token."""
+    if isinstance(texts, str):
+        raise ValueError(f"Prompts are a list of texts: write [{texts!r}] for one.")
     if len(texts) == 0:
         raise ValueError("There are no prompts. Give at least one.")
     tokenizer: Any = getattr(model, "tokenizer", None)

@@ -24,6 +24,7 @@ class Score:
         chance: labels -> the best score without looking at the input; None where there is no such thing.
         higher_is_better: which way the task is done better.
         needs_labels: whether the score reads the labels.
+        check: (outputs, labels) -> why the score does not fit them, or None.
     """
 
     name: str
@@ -31,6 +32,24 @@ class Score:
     chance: Callable[[Tensor], float] | None = None
     higher_is_better: bool = True
     needs_labels: bool = True
+    check: Callable[[Tensor, Tensor], str | None] = lambda outputs, labels: None
+
+
+def _needs_classes(outputs: Tensor, labels: Tensor) -> str | None:
+    n_outputs = outputs.shape[1]
+    if n_outputs == 1:
+        return "it compares several outputs, but the target gives one"
+    if bool((labels != labels.long()).any() or (labels < 0).any() or (labels >= n_outputs).any()):
+        return f"labels number the target's outputs, 0 to {n_outputs - 1}, but these lie elsewhere (token ids, perhaps)"
+    return None
+
+
+def _needs_two_sides(outputs: Tensor, labels: Tensor) -> str | None:
+    return None if set(labels.unique().tolist()) <= {0, 1} else "labels are 0 and 1, but there are others"
+
+
+def _needs_several_outputs(outputs: Tensor, labels: Tensor) -> str | None:
+    return "it compares several outputs, but the target gives one" if outputs.shape[1] == 1 else None
 
 
 def _frequencies(labels: Tensor) -> Tensor:
@@ -55,16 +74,18 @@ ACCURACY = Score(
     "accuracy",
     lambda outputs, labels, clean: (outputs.argmax(1) == labels).double(),
     chance=lambda labels: float(_frequencies(labels).max()),
+    check=_needs_classes,
 )
 """Share of samples whose largest output is the label's. Chance: always the commonest label."""
 
-ROC_AUC = Score("ROC AUC", _roc_auc, chance=lambda labels: 0.5)
+ROC_AUC = Score("ROC AUC", _roc_auc, chance=lambda labels: 0.5, check=_needs_two_sides)
 """Probability that a sample with label 1 has a larger (first) output than one with label 0."""
 
 MEAN_MARGIN = Score(
     "mean margin",
     lambda outputs, labels, clean: torch.where(labels.bool(), outputs[:, 0], -outputs[:, 0]).double(),
     chance=lambda labels: 0.0,
+    check=_needs_two_sides,
 )
 """Mean of the first output, with its sign turned where the label is 0."""
 
@@ -73,6 +94,7 @@ CROSS_ENTROPY = Score(
     lambda outputs, labels, clean: -_log_probabilities(outputs)[torch.arange(len(labels)), labels.long()],
     chance=lambda labels: float(torch.special.entr(_frequencies(labels).double()).sum()),
     higher_is_better=False,
+    check=_needs_classes,
 )
 """Mean of -log p(label), in nats, over the outputs as logits. Chance: the entropy of the labels."""
 
@@ -83,6 +105,7 @@ KL = Score(
     ).sum(1),
     higher_is_better=False,
     needs_labels=False,
+    check=_needs_several_outputs,
 )
 """Mean of KL(unedited || edited), in nats, over the outputs as logits."""
 

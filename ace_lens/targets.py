@@ -4,6 +4,7 @@ A target takes the logits at each sample's position, `[sample, d_vocab]`, to the
 `[sample, target]`, each row from its own row only. Any callable of that kind serves; two are given here.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -21,10 +22,13 @@ def single_token(model: HookedModel, answer: Answer) -> int:
     """The token id of an answer.
 
     Raises:
-        ValueError: the answer is several tokens, or none; they are shown.
+        ValueError: the answer is several tokens, or none (they are shown), or no token of the model.
     """
-    if isinstance(answer, int):
-        return answer
+    if not isinstance(answer, str):
+        token, d_vocab = operator.index(answer), getattr(getattr(model, "cfg", None), "d_vocab", None)
+        if token < 0 or (d_vocab is not None and token >= d_vocab):
+            raise ValueError(f"There is no token {token}: the model has tokens 0 to {d_vocab}, the last not included.")
+        return token
     tokenizer: Any = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise ValueError(f"{type(model).__name__} has no tokenizer: give the answer {answer!r} as a token id.")

@@ -106,6 +106,10 @@ def transplant(
     donor_core.check_model(donor)
     receiver_core.check_model(receiver)
     generator = generator or torch.Generator().manual_seed(0)
+    if (donor_fit is None) != (donor_samples is None):
+        raise ValueError("In the donor's tokens are needed both parts, donor_fit and donor_samples, or neither.")
+    if n_draws < 1:
+        raise ValueError("A transplant is compared with at least one random subspace of the donor: n_draws >= 1.")
     donor_fit, donor_samples = donor_fit or fit, donor_samples or samples
     if len(donor_fit) != len(fit) or len(donor_samples) != len(samples):
         raise ValueError("Donor and receiver need the same samples, in the same order, each in its own tokens.")

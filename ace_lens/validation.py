@@ -87,9 +87,20 @@ class Validation(Report):
                 f"The score {self.score!r} has no chance level, so it says nothing of sufficiency or necessity. Use a "
                 "score with one, such as accuracy or cross-entropy."
             )
-        if self.baseline.value == self.chance:
-            raise ValueError("Without intervention the model is at chance already: there is nothing to explain.")
+        if not self.above_chance:
+            raise ValueError(
+                f"Without intervention the model is not better than chance ({self.score} {self.baseline}, chance "
+                f"{self.chance:.3f}): there is nothing to explain. If it is far on the other side, the labels are "
+                "turned round."
+            )
         return (estimate.value - self.chance) / (self.baseline.value - self.chance)
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether the whole interval of the baseline lies on the better side of chance."""
+        if self.chance is None:
+            return False
+        return self.baseline.low > self.chance if self.higher_is_better else self.baseline.high < self.chance
 
     @property
     def r_suf(self) -> int | None:
@@ -130,8 +141,14 @@ class Validation(Report):
             if effects:
                 shown = (f"{which} {values[-1]:{spec}}" for which, values in effects.items())
                 lines.append(f"side effect at rank {self.ranks[-1]}, {name}: {', '.join(shown)}")
-        if self.chance is not None and len(self.ranks) > 1:
-            lines.append(f"sufficient from rank {self.r_suf}, necessary from rank {self.r_nec}")
+        if self.chance is not None and not self.above_chance:
+            lines.append("the model is not better than chance without intervention: there is nothing to explain")
+        elif self.chance is not None and len(self.ranks) > 1:
+            found = (
+                f"no rank tried is {word}" if rank is None else f"{word} from rank {rank}"
+                for word, rank in (("sufficient", self.r_suf), ("necessary", self.r_nec))
+            )
+            lines.append("; ".join(found))
         if not self.restarted:
             lines.append("(this model cannot be restarted at the hook point: every intervention was a full pass)")
         return "\n".join(line.rstrip() for line in lines)
@@ -147,6 +164,7 @@ def validate(
     ranks: Sequence[int] | None = None,
     centred: bool = True,
     text: Samples | None = None,
+    chosen_on: str | None = None,
     sufficiency_tolerance: float = 0.01,
     necessity_tolerance: float = 0.1,
     n_bootstrap: int = 200,
@@ -167,6 +185,8 @@ def validate(
         ranks: the ranks to try; by default the core's own.
         centred: intervene about the core's mean rather than about zero.
         text: ordinary text, labelled with next tokens (`Samples.from_text`), to take the perplexity on.
+        chosen_on: the samples that the core, its rank and its layer were chosen on, in words; by default those that the
+            core says it was extracted from.
         sufficiency_tolerance: see `Validation`.
         necessity_tolerance: see `Validation`.
         n_bootstrap: how often the sequences are resampled for the intervals.
@@ -178,8 +198,9 @@ def validate(
         ValueError: the core does not fit the model, a rank is beyond the core's, or labels are missing.
     """
     core.check_model(model)
-    ranks = [core.rank] if ranks is None else sorted(ranks)
-    core[: ranks[-1]]  # has that rank, or says so
+    ranks = [core.rank] if ranks is None else sorted({int(rank) for rank in ranks})
+    if not ranks or ranks[0] < 1 or ranks[-1] > core.rank:
+        raise ValueError(f"This core has ranks 1 to {core.rank}; it cannot be tried at {ranks or 'no rank at all'}.")
     result = edited_outputs(
         model,
         samples,
@@ -199,7 +220,7 @@ def validate(
             perplexity[name] = tuple(text_perplexity(model, text, each, batch_size=batch_size) for each in hooks)
     return Validation(
         description=f"Core at {core.hook_point} of {core.provenance.model_name}, target {describe(target)}",
-        chosen_on=f"{core.provenance.n_samples} samples",
+        chosen_on=chosen_on or f"{core.provenance.n_samples} samples",
         judged_on=f"{len(samples)} samples in {len(samples.tokens)} sequences",
         score=estimate.score.name,
         higher_is_better=estimate.score.higher_is_better,
@@ -301,6 +322,8 @@ class Bootstrap:
         if self.score.needs_labels and samples.labels is None:
             raise ValueError(f"The score {self.score.name!r} compares outputs with labels, but the samples have none.")
         self._labels = torch.zeros(len(samples)) if samples.labels is None else samples.labels
+        if problem := self.score.check(result.clean, self._labels.to(result.clean.device)):
+            raise ValueError(f"The score {self.score.name!r} does not fit: {problem}.")
         self._clean = result.clean
         self._sequence = samples.sequence
         n_sequences = len(samples.tokens)

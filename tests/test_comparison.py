@@ -144,3 +144,37 @@ def test_a_consensus_is_what_all_models_share():
         ace.consensus_cores(cores[:1], coordinates[:1], rank=1)
     with pytest.raises(ValueError, match="different numbers of samples"):
         ace.consensus_cores(cores, [coordinates[0][:5], *coordinates[1:]], rank=1)
+
+
+def autocorrelated(generator, n_sequences=30, length=31, rho=0.9):
+    """Sequences of a slow process, flattened: neighbours resemble each other."""
+    states = [torch.randn(n_sequences, 1, generator=generator, dtype=torch.float64)]
+    for _ in range(length - 1):
+        noise = torch.randn(n_sequences, 1, generator=generator, dtype=torch.float64)
+        states.append(rho * states[-1] + (1 - rho**2) ** 0.5 * noise)
+    return torch.stack(states, 1).flatten(0, 1)
+
+
+def test_whole_sequences_are_permuted_where_neighbours_resemble_each_other():
+    """Of unrelated slow processes about one in twenty is significant, not one in three."""
+    significant = {1: 0, 31: 0}
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        first, second = autocorrelated(generator)[:, 0], autocorrelated(generator)[:, 0]
+        for length in significant:
+            report = ace.spearman(first, second, sequence_length=length, n_resamples=39, generator=generator)
+            significant[length] += report.p <= 0.05
+    assert significant[31] <= 6
+    assert significant[1] > 10
+    with pytest.raises(ValueError, match="930 samples are no whole number of sequences of 7"):
+        ace.spearman(first, second, sequence_length=7, generator=generator)
+
+
+def test_coordinates_that_do_not_vary_are_refused():
+    generator = torch.Generator().manual_seed(0)
+    varied = torch.randn(60, 2, generator=generator, dtype=torch.float64)
+    flat = torch.cat([varied[:, :1], torch.ones(60, 1, dtype=torch.float64)], 1)
+    with pytest.raises(ValueError, match="do not vary in all of them"):
+        ace.canonical_correlations(varied, flat, varied, varied)
+    with pytest.raises(ValueError, match="do not vary in all of them"):
+        ace.spearman(torch.ones(60), varied[:, 0], generator=generator)

@@ -91,7 +91,10 @@ def test_leace_agrees_with_concept_erasure():
     fitter = concept_erasure.LeaceFitter(12, 1, dtype=torch.float64, shrinkage=False)
     eraser = fitter.update(activations, labels.double()).eraser
     torch.testing.assert_close(
-        remove(controls.leace(activations, labels), activations), eraser(activations), rtol=1e-6, atol=1e-6
+        remove(controls.leace(activations, labels, shrinkage=False), activations),
+        eraser(activations),
+        rtol=1e-6,
+        atol=1e-6,
     )
 
 

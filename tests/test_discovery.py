@@ -57,3 +57,9 @@ def test_the_same_generator_finds_the_same_core(native, labelled):
 def test_no_hook_points_are_refused(native, labelled):
     with pytest.raises(ValueError, match="no hook points to choose from"):
         ace.find_core(native, labelled[0], TARGET, [], held_out=labelled[1])
+
+
+def test_held_out_sequences_must_be_others(native, labelled):
+    samples, _ = labelled
+    with pytest.raises(ValueError, match="held-out sequences are among those to choose on"):
+        ace.find_core(native, samples, TARGET, HOOK_POINTS, held_out=samples)

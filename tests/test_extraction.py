@@ -289,3 +289,21 @@ def test_bad_input_is_refused(native, tokens):
     one = ace.CoreExtractor("hook_embed").update(torch.randn(30, 5), torch.ones(30, 1, 5))
     with pytest.raises(ValueError, match=r"Only 1 directions .* there is no core of rank 2"):
         one.core(rank=2)
+
+
+def test_the_caller_s_buffers_may_be_used_again():
+    activations, jacobians = draw(40, 8, 2, 0)
+    expected = extractor(activations, jacobians).core()
+    streaming = ace.CoreExtractor("hook_embed")
+    buffer_h, buffer_j = torch.empty_like(activations[:20]), torch.empty_like(jacobians[:20])
+    for half in (slice(0, 20), slice(20, 40)):
+        buffer_h.copy_(activations[half])
+        buffer_j.copy_(jacobians[half])
+        streaming.update(buffer_h, buffer_j)
+    torch.testing.assert_close(streaming.core().singular_values, expected.singular_values)
+
+
+@pytest.mark.parametrize("name", ["blocks.1.hook_resid_mid", "blocks.1.hook_mlp_out", "blocks.1.attn.hook_z"])
+def test_hook_points_beside_the_residual_stream_are_refused(native, tokens, name):
+    with pytest.raises(ValueError, match="is not a hook point of the residual stream"):
+        ace.extract_core(native, ace.Samples.from_tokens(tokens), ace.CentredLogits(), name)

@@ -294,3 +294,14 @@ def test_the_same_hook_serves_inference_mode_and_a_graph(native, tokens):
     with torch.inference_mode():
         native.run_with_hooks(tokens, fwd_hooks=flip.fwd_hooks())
     native.run_with_hooks(tokens, fwd_hooks=flip.fwd_hooks()).sum().backward()
+
+
+def test_one_position_after_a_prompt_of_one_position_is_refused_where_it_matters(native):
+    ablator = ace.ProjectionAblator(random_core(2), "remove", positions=[0])
+    by_hand = [(HOOK_POINT, ablator)]
+    native.run_with_hooks(torch.tensor([[5]]), fwd_hooks=by_hand)
+    with pytest.raises(ValueError, match="may be the next step of a generation, or another prompt"):
+        native.run_with_hooks(torch.tensor([[6]]), fwd_hooks=by_hand)
+    everywhere = [(HOOK_POINT, ace.ProjectionAblator(random_core(2), "remove"))]
+    first = native.run_with_hooks(torch.tensor([[5]]), fwd_hooks=everywhere)
+    assert torch.equal(native.run_with_hooks(torch.tensor([[5]]), fwd_hooks=everywhere), first)

@@ -95,3 +95,18 @@ def test_bad_samples_are_refused(native, gpt2):
         ace.Samples.from_tokens(TOKENS)[[]]
     with pytest.raises(TypeError, match="attention_mask"):
         ace.Samples.from_tokens(TOKENS, attention_mask=RIGHT.float())
+
+
+def test_positions_come_in_every_plausible_form():
+    each = torch.tensor([1, 3, 0])
+    assert ace.Samples.from_tokens(TOKENS, each).at(TOKENS).tolist() == [2, 8, 9]
+    assert ace.Samples.from_tokens(TOKENS, [1, 3, 0]).at(TOKENS).tolist() == [2, 8, 9]
+    mask = TOKENS % 2 == 0
+    chosen = ace.Samples.from_tokens(TOKENS, mask, labels=TOKENS)
+    assert chosen.at(TOKENS).tolist() == chosen.labels.tolist() == [2, 4, 6, 8, 10, 12]
+    assert len(chosen[0]) == 1
+
+
+def test_a_single_text_is_no_list_of_prompts(gpt2):
+    with pytest.raises(ValueError, match=r"write \['The key'\] for one"):
+        ace.Samples.from_prompts(gpt2, "The key")

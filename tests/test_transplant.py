@@ -54,4 +54,11 @@ def test_donor_and_receiver_need_the_same_samples(native, labelled):
     fit, judge = labelled
     core = ace.extract_core(native, fit, TARGET, HOOK_POINT, rank=2)
     with pytest.raises(ValueError, match="need the same samples"):
-        ace.transplant(native, core, native, core, judge, TARGET, fit=fit, donor_samples=judge[:5])
+        ace.transplant(native, core, native, core, judge, TARGET, fit=fit, donor_fit=fit, donor_samples=judge[:5])
+
+
+def test_both_parts_are_needed_in_the_donor_s_tokens(native, labelled):
+    fit, judge = labelled
+    core = ace.extract_core(native, fit, TARGET, HOOK_POINT, rank=2)
+    with pytest.raises(ValueError, match="donor_fit and donor_samples, or neither"):
+        ace.transplant(native, core, native, core, judge, TARGET, fit=fit, donor_samples=judge)

@@ -140,7 +140,7 @@ def test_r_suf_and_r_nec_are_read_off_the_curves():
         description="A core",
     )
     assert (validation.r_suf, validation.r_nec, validation.redundancy) == (2, 4, 2)
-    assert "sufficient from rank 2, necessary from rank 4" in str(validation)
+    assert "sufficient from rank 2; necessary from rank 4" in str(validation)
 
 
 def test_intervals_come_from_whole_sequences_and_one_seed(native, tokens):
@@ -192,8 +192,12 @@ def test_default_scores_and_missing_labels(native, tokens):
         ace.validate(native, core, unlabelled, TARGET, ace.ACCURACY)
     with pytest.raises(ValueError, match="'ROC AUC' is undefined on these samples"):
         ace.validate(native, core, ace.Samples.from_tokens(tokens, labels=torch.ones(6)), margin, ace.ROC_AUC)
-    with pytest.raises(ValueError, match="there is no rank 3"):
+    with pytest.raises(ValueError, match=r"has ranks 1 to 2; it cannot be tried at \[3\]"):
         ace.validate(native, core, samples, margin, ranks=[3])
+    with pytest.raises(ValueError, match="cannot be tried at no rank at all"):
+        ace.validate(native, core, samples, margin, ranks=[])
+    repeated = ace.validate(native, core, samples, margin, ranks=[2, 1, 2], n_bootstrap=20)
+    assert repeated.ranks == (1, 2)
     with pytest.raises(ValueError, match="no chance level"):
         ace.validate(native, core, samples, TARGET, ace.KL).r_suf  # noqa: B018
 
@@ -256,3 +260,49 @@ def test_kl_outside_leaves_the_target_s_own_tokens_out(native, tokens):
     torch.testing.assert_close(found.outside_kl["scaled"], expected, rtol=1e-3, atol=1e-5)
     whole = ace.edited_outputs(native, samples, ace.CentredLogits(), "blocks.1.hook_resid_post", edits)
     assert whole.outside_kl == {}
+
+
+def test_labels_that_a_score_cannot_read_are_refused(native, tokens):
+    core = random_core(2)
+    token_ids = ace.Samples.from_tokens(tokens, labels=torch.full((6,), 5))
+    for score in (ace.ACCURACY, ace.CROSS_ENTROPY):
+        with pytest.raises(ValueError, match=r"labels number the target's outputs, 0 to 2.*token ids, perhaps"):
+            ace.validate(native, core, token_ids, TARGET, score)
+    signs = ace.Samples.from_tokens(tokens, labels=torch.tensor([1, -1] * 3))
+    margin = ace.LogitMargin(native, [3], [5])
+    with pytest.raises(ValueError, match="labels are 0 and 1, but there are others"):
+        ace.validate(native, core, signs, margin, ace.MEAN_MARGIN)
+    with pytest.raises(ValueError, match="compares several outputs, but the target gives one"):
+        ace.validate(native, core, signs, margin, ace.KL)
+
+
+def test_outputs_that_are_not_finite_are_refused(native, tokens):
+    samples = ace.Samples.from_tokens(tokens, labels=torch.arange(6) % 2)
+    with pytest.raises(ValueError, match="NaN or infinite in batch 0 under the unedited model"):
+        ace.validate(native, random_core(2), samples, lambda logits: logits[:, :2] * torch.nan)
+    edits = lambda activations, index: [("broken", activations * torch.nan)]  # noqa: E731
+    with pytest.raises(ValueError, match="in batch 0 under broken"):
+        ace.edited_outputs(native, samples, TARGET, "blocks.2.hook_resid_post", edits)
+    twice = lambda activations, index: [("same", activations), ("same", activations)]  # noqa: E731
+    with pytest.raises(ValueError, match="Two edits are called 'same'"):
+        ace.edited_outputs(native, samples, TARGET, "blocks.2.hook_resid_post", twice)
+
+
+def test_a_model_at_chance_has_nothing_to_explain(native, tokens):
+    samples = ace.Samples.from_tokens(tokens, "all", labels=torch.arange(42).reshape(6, 7) * 5 % 2)
+    validation = ace.validate(native, random_core(3), samples, ace.LogitMargin(native, [3], [5]), ranks=[1, 2])
+    assert not validation.above_chance
+    assert "not better than chance without intervention" in str(validation)
+    with pytest.raises(ValueError, match="nothing to explain"):
+        validation.r_suf  # noqa: B018
+
+
+def test_a_user_s_hook_on_resid_pre_comes_before_our_edit(model, tokens):
+    """Starting at a layer would fire it again after the edit."""
+    hook_point = "blocks.1.hook_resid_pre"
+    model.hook_dict[hook_point].add_hook(lambda activation, hook: torch.zeros_like(activation))
+    samples = ace.Samples.from_tokens(tokens)
+    edits = lambda activations, index: [("shifted", activations + torch.arange(32.0))]  # noqa: E731
+    found = ace.edited_outputs(model, samples, TARGET, hook_point, edits)
+    assert not found.restarted
+    assert not torch.allclose(found.edited["shifted"], found.clean, rtol=1e-3)

@@ -75,7 +75,7 @@ class ModelResult:
     eigenvalues: list[tuple[float, float]]
     eigenvalue_interval: list[tuple[tuple[float, float], tuple[float, float]]]
     eigenvalue_error: float
-    spectrum_p: float
+    shuffled_time_p: float
     r2: float
     r2_over_oracle: float
     controls: ace.Controls
@@ -290,7 +290,7 @@ def _model_result(
         eigenvalues=_pairs(matched),
         eigenvalue_interval=list(zip(_pairs(low[order]), _pairs(high[order]), strict=True)),
         eigenvalue_error=float(errors.max()),
-        spectrum_p=ace.spectrum_p_value(chosen, truth, n_permutations=99, generator=generator),
+        shuffled_time_p=ace.spectrum_p_value(chosen, truth, n_permutations=99, generator=generator),
         r2=operator.r2,
         r2_over_oracle=operator.r2 / ace.oracle_r2(transition_matrix()),
         controls=controls,
@@ -322,7 +322,9 @@ def _pair_result(
         weight_cosine_without_gains=ace.weight_cosine(*without_gains),
         overlap=ace.overlap(*cores),
         cca=ace.canonical_correlations(*fit, *held_out).tolist(),
-        cca_p=ace.canonical_correlation_p_values(*fit, *held_out, n_permutations=99, generator=generator).tolist(),
+        cca_p=ace.canonical_correlation_p_values(
+            *fit, *held_out, sequence_length=LENGTH - 1, n_permutations=99, generator=generator
+        ).tolist(),
         transplants=(first, second),
     )
 
