@@ -74,3 +74,13 @@ def test_an_unknown_preset_is_refused(capsys):
         cli.main(["markov", "--preset", "slow"])
     assert stop.value.code == 2
     assert "slow" in capsys.readouterr().err
+
+
+def test_a_core_that_is_too_small_fails_by_itself():
+    """A model whose core has two dimensions has no third eigenvalue; the others' results are not lost."""
+    states = torch.randn(20, 6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    truth = torch.tensor([0.75 + 0.25j, 0.75 - 0.25j, 0.5 + 0j])
+    fields = markov._dynamics(states[:10], states[10:], truth, torch.Generator())
+    assert fields["eigenvalue_error"] == float("inf")
+    assert len(fields["eigenvalues"]) == 3
+    assert markov._spectrum(fields["eigenvalues"]) == "core too small"

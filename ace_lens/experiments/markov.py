@@ -8,6 +8,7 @@ matrix does, with eigenvalues 0.75 + 0.25i, 0.75 - 0.25i and 0.5.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,10 +264,6 @@ def _model_result(
 ) -> ModelResult:
     proof = ace.validate(model, core, judge, TARGET, progress=progress)
     chosen, held_out = (_trajectories(model, core, samples) for samples in (select, judge))
-    operator = ace.fit_operator(chosen, held_out)
-    matched, errors = ace.match_eigenvalues(operator.eigenvalues, truth)
-    low, high = ace.eigenvalue_intervals(chosen, generator=generator)
-    order = [operator.eigenvalues.tolist().index(value) for value in matched.tolist()]
     controls = ace.compare_with_controls(
         model,
         core,
@@ -287,14 +284,33 @@ def _model_result(
         keep_interval=(keep.low, keep.high),
         remove=remove.value,
         remove_interval=(remove.low, remove.high),
-        eigenvalues=_pairs(matched),
-        eigenvalue_interval=list(zip(_pairs(low[order]), _pairs(high[order]), strict=True)),
-        eigenvalue_error=float(errors.max()),
-        shuffled_time_p=ace.spectrum_p_value(chosen, truth, n_permutations=99, generator=generator),
-        r2=operator.r2,
-        r2_over_oracle=operator.r2 / ace.oracle_r2(transition_matrix()),
+        **_dynamics(chosen, held_out, truth, generator),
         controls=controls,
     )
+
+
+def _dynamics(chosen: Tensor, held_out: Tensor, truth: Tensor, generator: torch.Generator) -> dict[str, Any]:
+    """The fields of `ModelResult` on the operator inside the core."""
+    operator = ace.fit_operator(chosen, held_out)
+    fields = {"r2": operator.r2, "r2_over_oracle": operator.r2 / ace.oracle_r2(transition_matrix())}
+    if len(operator.eigenvalues) < len(truth):
+        # Too small a core cannot step like the chain. That is a result of this model, and no reason to lose the others.
+        unknown = [(math.nan, math.nan)] * len(truth)
+        return fields | {
+            "eigenvalues": unknown,
+            "eigenvalue_interval": list(zip(unknown, unknown, strict=True)),
+            "eigenvalue_error": math.inf,
+            "shuffled_time_p": 1.0,
+        }
+    matched, errors = ace.match_eigenvalues(operator.eigenvalues, truth)
+    low, high = ace.eigenvalue_intervals(chosen, generator=generator)
+    order = [operator.eigenvalues.tolist().index(value) for value in matched.tolist()]
+    return fields | {
+        "eigenvalues": _pairs(matched),
+        "eigenvalue_interval": list(zip(_pairs(low[order]), _pairs(high[order]), strict=True)),
+        "eigenvalue_error": float(errors.max()),
+        "shuffled_time_p": ace.spectrum_p_value(chosen, truth, n_permutations=99, generator=generator),
+    }
 
 
 def _pair_result(
@@ -363,6 +379,8 @@ def _unsigned_zero(value: float) -> float:
 def _spectrum(pairs: list[tuple[float, float]]) -> str:
     parts = []
     for real, imaginary in pairs:
+        if math.isnan(real):
+            return "core too small"
         if abs(imaginary) < 1e-9:
             parts.append(f"{real:.3f}")
         elif imaginary > 0:
