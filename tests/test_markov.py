@@ -53,6 +53,23 @@ def test_results_have_the_documented_form_and_reach(output):
     assert min(pair["cca"][:2]) >= 0.97
 
 
+def test_results_load_back_equal(output, tmp_path):
+    results = markov.MarkovResults.load(output / "results.json")
+    results.save(tmp_path / "again.json")
+    assert markov.MarkovResults.load(tmp_path / "again.json") == results
+    assert (tmp_path / "again.json").read_bytes() == (output / "results.json").read_bytes()
+
+
+def test_each_core_transplants_into_the_other_model(output):
+    results = markov.MarkovResults.load(output / "results.json")
+    for report in results.pairs[0].transplants:
+        assert abs(report.transplanted.value - report.baseline.value) <= 0.02
+        assert abs(report.shuffled.value - 0.25) <= 0.02
+    for model in results.models:
+        random = model.controls.row("random")
+        assert abs(random.remove.value - model.controls.baseline.value) < 0.05
+
+
 def test_cores_and_the_figure_are_written(output):
     for seed in (0, 1):
         core = ace.Core.load(output / f"core-seed{seed}.safetensors")
