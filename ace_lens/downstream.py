@@ -71,7 +71,7 @@ def paused_passes(
     rows = samples if is_pointwise_downstream(model, hook_point) else samples.one_per_row()
     restart: _Restart | None = None
     total = -(-len(rows.tokens) // batch_size)
-    for index, batch in tqdm(rows.batches(batch_size), "Intervening", total, disable=not progress):
+    for index, batch in tqdm(rows.batches(batch_size), "Intervening", total, leave=False, disable=not progress):
         with torch.no_grad():
             capture = CoreHook(hook_point)
             logits = batch.at(run(model, batch.tokens, batch.attention_mask, capture.fwd_hooks()))

@@ -90,7 +90,7 @@ class JacobianProbe:
         rows = samples if self._shares_rows else samples.one_per_row()
         batches = rows.batches(self.batch_size)
         total = -(-len(rows.tokens) // self.batch_size)
-        for number, (_, batch) in enumerate(tqdm(batches, "Probing", total, disable=not progress)):
+        for number, (_, batch) in enumerate(tqdm(batches, "Probing", total, leave=False, disable=not progress)):
             probed = self._probe_batch(batch)
             for name, found in probed.items():
                 _require_finite(found.activations, "activation", name, number)
