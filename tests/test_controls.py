@@ -201,3 +201,23 @@ def test_an_orthogonal_projection_reads_what_it_writes():
     projection = Projection.onto(basis)
     assert projection.rank == 2
     assert torch.equal(projection.reads, projection.writes)
+
+
+def test_perplexity_on_text_stands_beside_every_control(gpt2):
+    prompts = [
+        f"{start} {noun}" for start in ("The", "The old", "a", "a old") for noun in ("key", "keys", "man", "men")
+    ]
+    samples = ace.Samples.from_prompts(gpt2, prompts, labels=[0, 1] * 8)
+    fit, judge = samples[list(range(8))], samples[list(range(8, 16))]
+    text = ace.Samples.from_text(gpt2, ["the man sees the old key", "a cabinet"])
+    margin = ace.LogitMargin(gpt2, [" are"], [" is"])
+    core = ace.extract_core(gpt2, fit, margin, "blocks.1.hook_resid_post", rank=1)
+    compared = ace.compare_with_controls(
+        gpt2, core, judge, margin, fit=fit, text=text, n_draws=1, n_steps=2, n_bootstrap=10
+    )
+    assert compared.perplexity == pytest.approx(ace.text_perplexity(gpt2, text))
+    validation = ace.validate(gpt2, core, judge, margin, text=text, n_bootstrap=10)
+    for name in ("keep", "remove", "flip"):
+        assert compared.row("core").perplexity[name] == pytest.approx(validation.perplexity[name][0], rel=1e-4)
+    assert all(set(row.perplexity) == {"keep", "remove", "flip"} for row in compared.rows)
+    assert "perplexity on text" in str(compared)
