@@ -103,6 +103,11 @@ def canonical_correlations(
         )
     for part in (first, second, held_out_first, held_out_second):
         _require_variation(part)
+    return _held_out_correlations(first, second, held_out_first, held_out_second)
+
+
+def _held_out_correlations(first: Tensor, second: Tensor, held_out_first: Tensor, held_out_second: Tensor) -> Tensor:
+    """`canonical_correlations` of coordinates that are known to vary."""
     means = first.double().mean(0), second.double().mean(0)
     (q_a, r_a), (q_b, r_b) = (
         torch.linalg.qr(part.double() - mean) for part, mean in zip((first, second), means, strict=True)
@@ -144,7 +149,7 @@ def canonical_correlation_p_values(
     for _ in range(n_permutations):
         shuffled = second[_permuted(len(second), sequence_length, generator)]
         held_out = held_out_second[_permuted(len(held_out_second), sequence_length, generator)]
-        null = canonical_correlations(first, shuffled, held_out_first, held_out)
+        null = _held_out_correlations(first, shuffled, held_out_first, held_out)
         exceeded += null.abs() >= observed
     return exceeded / (n_permutations + 1)
 
