@@ -209,9 +209,8 @@ def spearman(
     draws = [rows[torch.randint(len(rows), (len(rows),), generator=generator)].flatten() for _ in range(n_resamples)]
     resampled = torch.tensor([rho(first[draw], second[draw]) for draw in draws], dtype=torch.float64)
     null = [rho(first, second[_permuted(n_samples, sequence_length, generator)]) for _ in range(n_resamples)]
-    low, high = resampled.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     p = (1 + sum(abs(value) >= abs(observed) for value in null)) / (n_resamples + 1)
-    return RankCorrelation(Estimate(observed, low, high), p, n_samples)
+    return RankCorrelation(Estimate.from_draws(observed, resampled), p, n_samples)
 
 
 @typed

@@ -377,8 +377,7 @@ def compare_with_controls(
     def random_row(name: str) -> ControlRow:
         names = [f"{name} {draw}" for draw in range(n_draws)]
         scores = {
-            kind: _over_draws([float(estimate.values(result.edited[f"{kind} {each}"]).mean()) for each in names])
-            for kind in INTERVENTIONS
+            kind: estimate.over_draws([result.edited[f"{kind} {each}"] for each in names]) for kind in INTERVENTIONS
         }
         kl = _mean_kl(result.outside_kl, names)
         return ControlRow(name, rank, **scores, outside_kl=kl, perplexity=perplexities(randoms[names[0]]))
@@ -422,12 +421,6 @@ def _edits(core: Core, projections: Mapping[str, Projection]) -> Edits:
                 yield f"{kind} {name}", (wide + edit.edit(deviation, inside)).to(activations.dtype)
 
     return edits
-
-
-def _over_draws(values: list[float]) -> Estimate:
-    scores = torch.tensor(values, dtype=torch.float64)
-    low, high = scores.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Estimate(float(scores.mean()), low, high)
 
 
 def _mean_kl(outside_kl: Mapping[str, Tensor], names: list[str]) -> dict[str, float]:

@@ -141,10 +141,6 @@ def transplant(
 
     result = edited_outputs(receiver, samples, target, receiver_core.hook_point, edits, batch_size=batch_size)
     estimate = Bootstrap(score, samples, result, n_bootstrap, generator)
-    random_scores = torch.tensor(
-        [float(estimate.values(result.edited[f"random {draw}"]).mean()) for draw in range(n_draws)]
-    )
-    low, high = random_scores.double().quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Transplant(
         description=(
             f"Core of {donor_core.provenance.model_name} at {donor_core.hook_point} into "
@@ -156,7 +152,7 @@ def transplant(
         baseline=estimate(result.clean),
         chance=estimate.chance,
         transplanted=estimate(result.edited["transplanted"]),
-        from_random=Estimate(float(random_scores.mean()), low, high),
+        from_random=estimate.over_draws([result.edited[f"random {draw}"] for draw in range(n_draws)]),
         shuffled=estimate(result.edited["shuffled"]),
         map_r2=whitened_r2(own - coordinates["transplanted"], own),
     )

@@ -27,6 +27,12 @@ class Estimate:
     low: float
     high: float
 
+    @classmethod
+    def from_draws(cls, value: float, draws: Tensor) -> "Estimate":
+        """The value, with the percentile interval of its draws `[n]`; draws that are NaN are left out."""
+        low, high = draws.double().nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        return cls(value, low, high)
+
     def __format__(self, spec: str) -> str:
         """The value and the interval, each in the given format (three digits if none is given)."""
         spec = spec or ".3f"
@@ -354,8 +360,12 @@ class Bootstrap:
         else:
             resampled = torch.stack([self._resampled(outputs, counts) for counts in self._counts])
         # A resample of few sequences may leave a score undefined, such as ROC AUC when it drew one label only.
-        low, high = resampled.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-        return Estimate(float(values.mean()), low, high)
+        return Estimate.from_draws(float(values.mean()), resampled)
+
+    def over_draws(self, draws: list[Tensor]) -> Estimate:
+        """The mean score of several outputs, with the interval over them instead of over sequences."""
+        scores = torch.stack([self.values(outputs).mean() for outputs in draws])
+        return Estimate.from_draws(float(scores.mean()), scores)
 
     def values(self, outputs: Tensor) -> Tensor:
         """The score's values, one a sample or a single one, without an interval."""

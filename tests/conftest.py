@@ -185,3 +185,12 @@ def random_core(rank=2, hook_point="blocks.1.hook_resid_post", d_model=D_MODEL, 
     mean = torch.randn(d_model, generator=generator, dtype=torch.float64)
     values = torch.arange(rank, 0, -1, dtype=torch.float64)
     return ace.Core(basis.to(dtype), mean.to(dtype), values, hook_point)
+
+
+def padded(tokens):
+    """The first few tokens of each row, padded with 0 on the right and on the left, `[6, 7]` each."""
+    right, left = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    for row, length in enumerate([3, 7, 5, 4, 6, 7]):
+        right[row, :length] = tokens[row, :length]
+        left[row, 7 - length :] = tokens[row, :length]
+    return right, left

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import build
+from conftest import build, padded
 
 import ace_lens as ace
 from ace_lens.models import attached, evaluating
@@ -135,11 +135,7 @@ def test_the_model_runs_without_dropout(gpt2, tokens):
 
 
 def test_padding_side_and_batching_change_nothing(model, tokens):
-    lengths = [3, 7, 5, 4, 6, 7]
-    right, left = torch.zeros(6, 7, dtype=torch.long), torch.zeros(6, 7, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        right[row, :length] = tokens[row, :length]
-        left[row, 7 - length :] = tokens[row, :length]
+    right, left = padded(tokens)
     masks = [(part != 0).long() for part in (right, left)]
     found = []
     for part, mask, batch_size in ((right, masks[0], 6), (left, masks[1], 6), (right, masks[0], 1)):

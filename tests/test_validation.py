@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import build, random_core
+from conftest import build, padded, random_core
 
 import ace_lens as ace
 from ace_lens import downstream
@@ -75,11 +75,7 @@ def test_a_model_that_restarts_wrongly_is_run_in_full(native, tokens, monkeypatc
 
 
 def test_padding_side_and_batching_change_nothing(model, tokens):
-    lengths = [3, 7, 5, 4, 6, 7]
-    right, left = torch.zeros(6, 7, dtype=torch.long), torch.zeros(6, 7, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        right[row, :length] = tokens[row, :length]
-        left[row, 7 - length :] = tokens[row, :length]
+    right, left = padded(tokens)
     core = random_core(3)
     results = []
     for part, batch_size in ((right, 6), (left, 6), (right, 1), (left, 2)):
