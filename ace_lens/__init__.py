@@ -1,7 +1,8 @@
 """Find, prove and steer algorithmic cores of transformers, in any TransformerLens session.
 
 The road, each step a module: samples -> targets -> core -> hooks -> probe -> extraction -> validation -> controls ->
-identification -> comparison -> transplant -> discovery.
+identification -> comparison -> transplant -> discovery,
+trajectory.
 """
 
 from ace_lens.comparison import (
@@ -30,6 +31,7 @@ from ace_lens.identification import (
     eigenvalue_intervals,
     fit_cycle,
     fit_operator,
+    fourier_power,
     match_eigenvalues,
     oracle_r2,
     spectrum_p_value,
@@ -41,6 +43,7 @@ from ace_lens.probe import JacobianProbe, Probed
 from ace_lens.samples import Samples
 from ace_lens.scores import ACCURACY, CROSS_ENTROPY, KL, MEAN_MARGIN, ROC_AUC, Score
 from ace_lens.targets import CentredLogits, LogitMargin, Target
+from ace_lens.trajectory import Trajectory, TrajectoryPoint, models_in, track_core
 from ace_lens.transplant import Transplant, transplant
 from ace_lens.validation import Estimate, Validation, text_perplexity, validate
 
@@ -74,6 +77,8 @@ __all__ = [
     "Score",
     "SignFlipSteerer",
     "Target",
+    "Trajectory",
+    "TrajectoryPoint",
     "Transplant",
     "Validation",
     "attached",
@@ -88,8 +93,10 @@ __all__ = [
     "find_core",
     "fit_cycle",
     "fit_operator",
+    "fourier_power",
     "linear_cka",
     "match_eigenvalues",
+    "models_in",
     "oracle_r2",
     "overlap",
     "paused_passes",
@@ -99,6 +106,7 @@ __all__ = [
     "spearman",
     "spectrum_p_value",
     "text_perplexity",
+    "track_core",
     "transplant",
     "validate",
     "weight_cosine",

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import tyro
 
-from ace_lens.experiments.figures import plot_markov
+from ace_lens.experiments.figures import plot_markov, plot_modular_addition
 from ace_lens.experiments.markov import MarkovConfig, run_markov
+from ace_lens.experiments.modular_addition import ModularAdditionConfig, run_modular_addition
 
 
 def markov(config: MarkovConfig) -> None:
@@ -31,16 +32,41 @@ def markov(config: MarkovConfig) -> None:
     )
 
 
+def modular_addition(config: ModularAdditionConfig) -> None:
+    """Run the modular addition experiment; print its table, write results, figure and checkpoints."""
+    config = config.resolved()
+    print(
+        f"Training a transformer on addition modulo {config.period} for {config.epochs} epochs ({config.preset} "
+        "preset) ...",
+        flush=True,
+    )
+    start = time.perf_counter()
+    results = run_modular_addition(config)
+    results.save(config.out / "results.json")
+    plot_modular_addition(results).savefig(config.out / "modular-addition.png", dpi=200)
+    print(f"\n{results}\n")
+    print(
+        f"Took {time.perf_counter() - start:.0f} s. Written to {config.out}: results.json, modular-addition.png and "
+        "checkpoints."
+    )
+
+
+RUN = {MarkovConfig: markov, ModularAdditionConfig: modular_addition}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `ace-lens --help` describes it."""
     # Nothing here comes from a model hub, and a machine without a network should not wait for one.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     config = tyro.extras.subcommand_cli_from_dict(
-        {"markov": MarkovConfig},
+        {"markov": MarkovConfig, "modular-addition": ModularAdditionConfig},
         prog="ace-lens",
         description="Find, prove and read algorithmic cores of transformers.",
         args=arguments,
     )
     # A second thread makes models of this size slower.
     torch.set_num_threads(1)
-    markov(config)
+    try:
+        RUN[type(config)](config)
+    except ValueError as error:
+        raise SystemExit(f"ace-lens: {error}") from error

@@ -157,6 +157,35 @@ def edited_outputs(
     )
 
 
+def constant_jacobian(paused: PausedPass, target: Target) -> Tensor | None:
+    """The derivative of the outputs with respect to the activation, `[target, d_model]`, where it is the same for all.
+
+    It is where nothing but linear maps follows the hook point, as in toy models without a final norm. That is not taken
+    from the model's configuration but seen: the derivatives at two samples are equal, and every sample's outputs follow
+    from the first's. None where it is not so.
+    """
+    if paused.restart is not _from_last_block:
+        return None
+    with torch.inference_mode(False), torch.enable_grad():
+        activations = paused.activations.clone()
+        outputs = task_outputs(target, paused.logits.clone())
+        n_outputs = outputs.shape[1]
+        # Rows do not see each other here, so output k of copy k gives row k of the Jacobian in one backward pass.
+        copies = activations[[0, -1]].repeat_interleave(n_outputs, dim=0).requires_grad_(True)
+        again = task_outputs(target, paused.resume(copies)).unflatten(0, (2, n_outputs))
+        if not again.requires_grad:
+            return None
+        (gradient,) = torch.autograd.grad(again.diagonal(dim1=1, dim2=2).sum(), copies)
+        first, last = gradient.unflatten(0, (2, n_outputs))
+    predicted = outputs[0] + (activations - activations[0]).to(first) @ first.T
+    tolerance = torch.finfo(activations.dtype).eps ** 0.5
+    same = all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+        for a, b in ((last, first), (predicted, outputs))
+    )
+    return first.detach() if same else None
+
+
 def _finite(outputs: Tensor, name: str, batch: int) -> Tensor:
     if not outputs.isfinite().all():
         raise ValueError(

@@ -67,13 +67,20 @@ class CoreExtractor:
     def update(self, activations: Activations, jacobians: Jacobians) -> "CoreExtractor":
         """Take in a batch: `[sample, d_model]` and `[sample, target, d_model]`, in any float dtype.
 
+        One Jacobian that holds for the whole batch may be given expanded (`jacobian.expand(n, -1, -1)`), at the cost of
+        one.
+
         Raises:
             ValueError: the batch is empty, a value is not finite, or its width or number of outputs is another than
                 before.
         """
-        activations, jacobians = (part.detach().cpu().double() for part in (activations, jacobians))
         if len(activations) == 0:
             raise ValueError("This batch has no samples. Leave empty batches out.")
+        weight = 1.0
+        if jacobians.stride(0) == 0:
+            # One Jacobian for all samples: n equal rows weigh as much as one that is sqrt(n) times as long.
+            jacobians, weight = jacobians[:1], len(activations) ** 0.5
+        activations, jacobians = (part.detach().cpu().double() for part in (activations, jacobians))
         if not (activations.isfinite().all() and jacobians.isfinite().all()):
             raise ValueError(
                 f"Activations or Jacobians at {self.hook_point} are NaN or infinite in the batch that follows sample "
@@ -81,7 +88,7 @@ class CoreExtractor:
             )
         self._require_shape(jacobians.shape[1:])
         mean = activations.mean(0)
-        self._absorb(len(activations), mean, activations - mean, jacobians.flatten(0, 1), jacobians.mean(0))
+        self._absorb(len(activations), mean, activations - mean, weight * jacobians.flatten(0, 1), jacobians.mean(0))
         return self
 
     def merge(self, other: "CoreExtractor") -> "CoreExtractor":

@@ -22,9 +22,9 @@ class LinearOperator:
         offset: `[rank]`, b; zero for a fit about the mean.
         eigenvalues: `[rank]`, of A on the subspace it was fitted in, by descending modulus; fewer than the rank if that
             subspace was cut.
-        r2: R^2 of the next step, held out where sequences were held out, in coordinates that are white there: the mean
-            over the dimensions of that subspace of 1 - residual variance / variance. Whitened, it does not depend on
-            the basis, nor on how strongly a model happens to write each dimension.
+        r2: R^2 of the next step, on steps that were held out, in coordinates that are white there: the mean over the
+            dimensions of that subspace of 1 - residual variance / variance. Whitened, it does not depend on the basis,
+            nor on how strongly a model happens to write each dimension. Below zero, the fit is worse than the mean.
     """
 
     matrix: Float[Tensor, "rank rank"]
@@ -85,8 +85,12 @@ def fit_cycle(
     """Fit the step from each class of a cyclic task to the next, to the class means of core coordinates.
 
     z_c is the mean coordinate of answer class c about the mean of all classes; A z_c ~ z_{c+1 mod p} by least squares,
-    in the directions whose singular value reaches `cut` of the largest, at most p - 1 of them. `r2` is that of the fit
-    itself: p means leave none to hold out.
+    in the directions whose singular value reaches `cut` of the largest, at most p - 1 of them.
+
+    `r2` is by leaving one out: each step is predicted by the operator that the other steps determine. The fit's own
+    R^2 would be about k / (p - 1) for means that have nothing to do with one another, in k dimensions; and in p - 1
+    dimensions any p points are stepped through exactly, with every eigenvalue on the unit circle, which says nothing.
+    There `r2` is NaN.
 
     Arguments:
         coordinates: `[sample, rank]`.
@@ -110,7 +114,30 @@ def fit_cycle(
     following = means.roll(-1, 0)
     matrix, offset, frame = _least_squares(means, following, affine=False, ridge=0.0, cut=cut, at_most=period - 1)
     residual = (following - means @ matrix.T) @ frame
-    return LinearOperator(matrix, offset, _spectrum(matrix, frame), whitened_r2(residual, following @ frame))
+    # How far each step pulls the fit to itself; 1 / p of it through the mean.
+    leverage = torch.linalg.qr(means @ frame).Q.square().sum(1, keepdim=True) + 1 / period
+    alone = bool((leverage > 1 - 1e-9).any())
+    r2 = math.nan if alone else whitened_r2(residual / (1 - leverage), following @ frame)
+    return LinearOperator(matrix, offset, _spectrum(matrix, frame), r2)
+
+
+@typed
+def fourier_power(vectors: Float[Tensor, "period d_model"]) -> Float[Tensor, "n_frequencies"]:
+    """The share of each frequency, 0 to period // 2, in what varies from one class of a cyclic task to the next.
+
+    The squared modulus of the discrete Fourier transform along the cycle, summed over d_model and over both signs of a
+    frequency, as a share of all of it; the mean over classes is taken off, so that frequency 0 has none. On the token
+    embedding this is the progress measure of earlier work on grokking (Nanda et al. 2023).
+
+    Arguments:
+        vectors: `[period, d_model]`, one for each class, in the order of the cycle.
+    """
+    period = len(vectors)
+    centred = vectors.double() - vectors.double().mean(0)
+    power = torch.fft.rfft(centred, dim=0).abs().square().sum(1)
+    # Every frequency but 0 and period / 2 stands for itself and its negative.
+    power[1 : (period + 1) // 2] *= 2
+    return power / power.sum()
 
 
 @typed

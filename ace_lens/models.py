@@ -189,15 +189,16 @@ def evaluating(model: HookedModel) -> Iterator[None]:
     """Evaluation mode (no dropout) for the length of a block; every module's own mode is put back."""
     # A bridge keeps the Hugging Face model, and with it some dropout, outside its own tree of modules.
     roots = (model, getattr(model, "original_model", None))
-    modules = {module for root in roots if isinstance(root, torch.nn.Module) for module in root.modules()}
-    modes = {module: module.training for module in modules}
+    training = [
+        module for root in roots if isinstance(root, torch.nn.Module) for module in root.modules() if module.training
+    ]
     try:
-        for module in modules:
+        for module in training:
             module.training = False
         yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
 def run(model: HookedModel, tokens: Tensor, attention_mask: Tensor, fwd_hooks: FwdHooks = ()) -> Tensor:

@@ -254,12 +254,14 @@ def intervention(core: Core, name: str, *, centred: bool = True) -> CoreInterven
     return ProjectionAblator(core, "keep" if name == "keep" else "remove", centred=centred)
 
 
-def rank_sweep(core: Core, ranks: Sequence[int], *, centred: bool = True) -> Edits:
-    """Keep, remove and flip at each of several ascending ranks, named as "keep 3".
+def rank_sweep(
+    core: Core, ranks: Sequence[int], names: Sequence[str] = INTERVENTIONS, *, centred: bool = True
+) -> Edits:
+    """Keep, remove and flip (or some of them) at each of several ascending ranks, named as "keep 3".
 
     Each rank adds its own directions to the projection of the rank before.
     """
-    interventions = {name: intervention(core, name, centred=centred) for name in INTERVENTIONS}
+    interventions = {name: intervention(core, name, centred=centred) for name in names}
 
     def edits(activations: Tensor, index: Tensor) -> Iterator[tuple[str, Tensor]]:
         wide = activations.to(torch.promote_types(activations.dtype, torch.float32))
@@ -299,11 +301,41 @@ def text_perplexity(model: HookedModel, text: Samples, fwd_hooks: FwdHooks = (),
     return math.exp(float(torch.cat(losses).mean()))
 
 
-class Bootstrap:
-    """Scores with 95% percentile intervals, resampling whole sequences.
+class Resampler:
+    """Draws whole sequences with replacement, the same draws for everything that is resampled.
 
     Samples of one sequence are not independent, so they are drawn together; and every condition is resampled alike, so
     that differences between conditions are not blurred.
+
+    Arguments:
+        samples: the samples.
+        n_resamples: how many draws.
+        generator: makes the draws; seeded with 0 if not given.
+    """
+
+    def __init__(self, samples: Samples, n_resamples: int, generator: torch.Generator | None) -> None:
+        n_sequences = len(samples.tokens)
+        generator = generator or torch.Generator().manual_seed(0)
+        draws = torch.randint(n_sequences, (n_resamples, n_sequences), generator=generator)
+        self._counts = torch.stack([draw.bincount(minlength=n_sequences) for draw in draws])
+        self._sequence = samples.sequence
+
+    def mean(self, values: Tensor) -> Estimate:
+        """The mean of one value a sample, `[sample]`, with its interval."""
+        values = values.double()
+        totals = torch.zeros(self._counts.shape[1], dtype=torch.float64).index_add_(0, self._sequence, values)
+        sizes = self._sequence.bincount(minlength=len(totals)).double()
+        counts = self._counts.double()
+        return Estimate.from_draws(float(values.mean()), counts @ totals / (counts @ sizes))
+
+    def drawn(self) -> Iterator[Tensor]:
+        """The samples in each draw, as indices, some of them several times."""
+        for counts in self._counts:
+            yield torch.arange(len(self._sequence)).repeat_interleave(counts[self._sequence])
+
+
+class Bootstrap:
+    """Scores with 95% percentile intervals, resampling whole sequences.
 
     Arguments:
         score: the score, or None for the one that fits the samples and outputs.
@@ -331,11 +363,7 @@ class Bootstrap:
         if problem := self.score.check(result.clean, self._labels.to(result.clean.device)):
             raise ValueError(f"The score {self.score.name!r} does not fit: {problem}.")
         self._clean = result.clean
-        self._sequence = samples.sequence
-        n_sequences = len(samples.tokens)
-        generator = generator or torch.Generator().manual_seed(0)
-        draws = torch.randint(n_sequences, (n_resamples, n_sequences), generator=generator)
-        self._counts = torch.stack([draw.bincount(minlength=n_sequences) for draw in draws])
+        self._resampler = Resampler(samples, n_resamples, generator)
 
     @property
     def chance(self) -> float | None:
@@ -355,12 +383,14 @@ class Bootstrap:
                 "label 1 and samples with label 0."
             )
         if values.ndim:
-            weights = self._counts[:, self._sequence].double()
-            resampled = weights @ values / weights.sum(1)
-        else:
-            resampled = torch.stack([self._resampled(outputs, counts) for counts in self._counts])
+            return self._resampler.mean(values)
+        labels = self._labels.to(outputs.device)
+        resampled = [
+            self.score.function(outputs[index], labels[index], self._clean[index]).double().cpu()
+            for index in (drawn.to(outputs.device) for drawn in self._resampler.drawn())
+        ]
         # A resample of few sequences may leave a score undefined, such as ROC AUC when it drew one label only.
-        return Estimate.from_draws(float(values.mean()), resampled)
+        return Estimate.from_draws(float(values), torch.stack(resampled))
 
     def over_draws(self, draws: list[Tensor]) -> Estimate:
         """The mean score of several outputs, with the interval over them instead of over sequences."""
@@ -370,8 +400,3 @@ class Bootstrap:
     def values(self, outputs: Tensor) -> Tensor:
         """The score's values, one a sample or a single one, without an interval."""
         return self.score.function(outputs, self._labels.to(outputs.device), self._clean).double().cpu()
-
-    def _resampled(self, outputs: Tensor, counts: Tensor) -> Tensor:
-        index = torch.arange(len(self._sequence)).repeat_interleave(counts[self._sequence]).to(outputs.device)
-        labels = self._labels.to(outputs.device)
-        return self.score.function(outputs[index], labels[index], self._clean[index]).double().cpu()

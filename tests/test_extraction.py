@@ -307,3 +307,17 @@ def test_the_caller_s_buffers_may_be_used_again():
 def test_hook_points_beside_the_residual_stream_are_refused(native, tokens, name):
     with pytest.raises(ValueError, match="is not a hook point of the residual stream"):
         ace.extract_core(native, ace.Samples.from_tokens(tokens), ace.CentredLogits(), name)
+
+
+def test_one_jacobian_for_all_samples_may_be_given_expanded():
+    generator = torch.Generator().manual_seed(0)
+    activations = torch.randn(30, 8, generator=generator, dtype=torch.float64)
+    jacobian = torch.randn(3, 8, generator=generator, dtype=torch.float64)
+    expanded = jacobian.expand(30, -1, -1)
+    found = ace.CoreExtractor("h").update(activations, expanded).core()
+    expected = ace.CoreExtractor("h").update(activations, expanded.contiguous()).core()
+    assert torch.allclose(found.singular_values, expected.singular_values)
+    assert torch.allclose(found.basis, expected.basis, atol=1e-9)
+    parts = ace.CoreExtractor("h").update(activations[:10], expanded[:10].contiguous())
+    parts.update(activations[10:], expanded[10:])
+    assert torch.allclose(parts.core().singular_values, expected.singular_values)

@@ -7,7 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ace_lens.experiments.markov import MarkovResults
+from ace_lens.experiments.modular_addition import ModularAdditionResults
 from ace_lens.plots import COLUMN_WIDTH, style_axes
+from ace_lens.trajectory import TrajectoryPoint
 
 
 def plot_markov(results: MarkovResults) -> Figure:
@@ -118,3 +120,139 @@ def _eigenvalues(axes: Axes, results: MarkovResults) -> None:
     axes.set_xlabel("real")
     axes.set_ylabel("imaginary")
     axes.legend(fontsize=6, frameon=False, loc="center left")
+
+
+def plot_modular_addition(results: ModularAdditionResults) -> Figure:
+    """The experiment in five panels.
+
+    Accuracy and the dimensions of the core over training; what it is to keep and to remove it; its eigenvalues as
+    clocks at four epochs; the dimensions that are necessary against those that are sufficient, with the redundancy
+    between them; and the modes, with and without weight decay.
+    """
+    figure = Figure(figsize=(2 * COLUMN_WIDTH, 6.6), layout="constrained")
+    top, middle, bottom = figure.subfigures(3, 1)
+    points = results.trajectory
+    epochs = [point.epoch for point in points]
+    left, right = top.subplots(1, 2)
+    _accuracy_and_rank(left, epochs, points)
+    style_axes(left, "a  accuracy and core dimension")
+    _keep_and_remove(right, epochs, points, results.period)
+    style_axes(right, "b  keep and remove the core")
+    shown = _told_epochs(results)
+    for axes, point in zip(middle.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        _clock(axes, point)
+        style_axes(axes, f"epoch {point.epoch}")
+    middle.suptitle("c  eigenvalues of the step from each answer to the next", fontsize=8, x=0.01, ha="left")
+    left, right = bottom.subplots(1, 2)
+    _redundancy(left, points)
+    style_axes(left, "d  necessary and sufficient dimensions")
+    _modes(right, results)
+    style_axes(right, "e  modes")
+    for axes in (*top.axes, *bottom.axes):
+        if results.grok_epoch is not None and axes.get_xlabel() == "epoch":
+            axes.axvline(results.grok_epoch, color="0.75", linewidth=0.7, zorder=0)
+    return figure
+
+
+def _accuracy_and_rank(axes: Axes, epochs: list[int], points: Sequence[TrajectoryPoint]) -> None:
+    axes.plot(epochs, [p.train_accuracy for p in points], color="0.6", linewidth=1, linestyle="--", label="train")
+    axes.plot(epochs, [p.test_accuracy for p in points], color="black", linewidth=1, label="held out")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, 1.05)
+    beside = axes.twinx()
+    beside.plot(
+        epochs, [p.rank for p in points], "o", markersize=3, markerfacecolor="white", color="black", label="rank"
+    )
+    beside.set_ylabel("core dimension")
+    beside.set_ylim(0, None)
+    style_axes(beside)
+    beside.spines["right"].set_visible(True)
+    handles = [*axes.get_lines(), *beside.get_lines()]
+    beside.legend(handles, [str(h.get_label()) for h in handles], fontsize=6, frameon=False, loc="center right")
+
+
+def _keep_and_remove(axes: Axes, epochs: list[int], points: Sequence[TrajectoryPoint], period: int) -> None:
+    for name, marker, fill in (("keep", "o", "black"), ("remove", "s", "white")):
+        heights = np.array([getattr(point, name) for point in points])
+        bounds = np.array([getattr(point, f"{name}_interval") for point in points]).T
+        axes.errorbar(
+            epochs,
+            heights,
+            np.abs(bounds - heights),
+            marker=marker,
+            markersize=3,
+            markerfacecolor=fill,
+            color="black",
+            linewidth=0.7,
+            elinewidth=0.7,
+            label=f"{name} the core",
+        )
+    axes.plot(epochs, [p.test_accuracy for p in points], color="0.6", linewidth=1, linestyle="--", label="whole model")
+    axes.axhline(2 / period, color="black", linestyle=":", linewidth=0.9, label="2/p")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("held-out accuracy")
+    axes.set_ylim(0, 1.05)
+    axes.legend(fontsize=6, frameon=False, loc="center right")
+
+
+def _told_epochs(results: ModularAdditionResults) -> list[TrajectoryPoint]:
+    """Four checkpoints that tell the story: by heart, half-way, at grokking, and at the end."""
+    points = results.trajectory
+    half = next((i for i, point in enumerate(points) if point.test_accuracy >= 0.5), len(points) // 3)
+    grokked = next((i for i, point in enumerate(points) if point.epoch == results.grok_epoch), 2 * len(points) // 3)
+    return [points[i] for i in sorted({0, half, grokked, len(points) - 1})]
+
+
+def _clock(axes: Axes, point: TrajectoryPoint) -> None:
+    angle = np.linspace(0, 2 * np.pi, 200)
+    axes.plot(np.cos(angle), np.sin(angle), color="0.6", linewidth=0.7)
+    for real, imaginary in point.eigenvalues:
+        axes.plot([0, real], [0, imaginary], color="0.7", linewidth=0.5)
+    axes.scatter(*np.array(point.eigenvalues).T, s=9, color="black", zorder=3)
+    axes.set_xlim(-1.15, 1.15)
+    axes.set_ylim(-1.15, 1.15)
+    axes.set_aspect("equal")
+    axes.set_xticks([-1, 0, 1])
+    axes.set_yticks([-1, 0, 1])
+    axes.set_xlabel(f"{len(point.eigenvalues)} eigenvalues,\n{point.unit_circle:.0%} on the circle")
+
+
+def _redundancy(axes: Axes, points: Sequence[TrajectoryPoint]) -> None:
+    explained = [point for point in points if point.redundancy is not None]
+    epochs = [point.epoch for point in explained]
+    sufficient = [point.r_suf or 0 for point in explained]
+    necessary = [point.r_nec or 0 for point in explained]
+    axes.fill_between(epochs, sufficient, necessary, color="0.88", linewidth=0, label="redundancy")
+    axes.plot(
+        epochs, necessary, "s-", markersize=3, markerfacecolor="white", color="black", linewidth=0.7, label="r_nec"
+    )
+    axes.plot(epochs, sufficient, "o-", markersize=3, color="black", linewidth=0.7, label="r_suf")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("dimensions")
+    axes.set_ylim(0, None)
+    axes.legend(fontsize=6, frameon=False, loc="best")
+
+
+def _modes(axes: Axes, results: ModularAdditionResults) -> None:
+    runs = [(results.trajectory, "o-", "black", f"weight decay {results.config['weight_decay']:g}")]
+    if results.branch:
+        label = f"weight decay 0 from epoch {results.config['branch_at']}"
+        runs.append((results.branch, "s--", "white", label))
+    for points, line, fill, label in runs:
+        counts = [len(point.modes) for point in points]
+        axes.plot(
+            [point.epoch for point in points],
+            counts,
+            line,
+            markersize=3,
+            markerfacecolor=fill,
+            color="black",
+            linewidth=0.7,
+            label=label,
+        )
+    axes.axhline(results.period // 2 + 1, color="black", linestyle=":", linewidth=0.9, label="all there are")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("modes")
+    axes.set_ylim(0, None)
+    axes.legend(fontsize=6, frameon=False, loc="best")

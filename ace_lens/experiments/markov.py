@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import ace_lens as ace
+from ace_lens.experiments.toys import build_native
 from ace_lens.experiments.training import Recipe, train
 from ace_lens.reports import Report
 from ace_lens.shapes import typed
@@ -193,25 +194,15 @@ def sample_chains(n_sequences: int, generator: torch.Generator, length: int = LE
 
 def build_model(seed: int, normalization: Literal["none", "pre"] = "none") -> Any:
     """A one-layer transformer (a native `TransformerBridge`) with freshly drawn weights."""
-    # Importing TransformerLens takes seconds, which `ace-lens --help` should not.
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge import TransformerBridge
-
-    bridge: Any = TransformerBridge  # boot_native is put on the class at run time
-    return bridge.boot_native(
-        TransformerBridgeConfig(
-            n_layers=1,
-            d_model=D_MODEL,
-            n_heads=4,
-            d_head=D_MODEL // 4,
-            d_mlp=4 * D_MODEL,
-            d_vocab=N_STATES,
-            n_ctx=LENGTH,
-            act_fn="relu",
-            normalization_type={"none": None, "pre": "LN"}[normalization],
-            seed=seed,
-            device="cpu",
-        )
+    return build_native(
+        n_layers=1,
+        d_model=D_MODEL,
+        n_heads=4,
+        d_mlp=4 * D_MODEL,
+        d_vocab=N_STATES,
+        n_ctx=LENGTH,
+        seed=seed,
+        normalization=normalization,
     )
 
 
