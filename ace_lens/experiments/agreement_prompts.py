@@ -44,7 +44,7 @@ class Vocabulary:
         people: plural forms by singular forms, of nouns that can do what the verbs in relative clauses say.
         others: plural forms by singular forms, of animals and things.
         frames: under each kind of frame, templates with a place for `{head}` and one for `{attractor}`. They show
-            number nowhere else: verbs are in the past tense, adverbials hold no noun between head and verb.
+            number nowhere else: relative clauses are in a past tense, adverbials are set phrases.
     """
 
     people: dict[str, str]
