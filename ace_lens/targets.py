@@ -29,22 +29,31 @@ def single_token(model: HookedModel, answer: Answer) -> int:
         if token < 0 or (d_vocab is not None and token >= d_vocab):
             raise ValueError(f"There is no token {token}: the model has tokens 0 to {d_vocab}, the last not included.")
         return token
-    tokenizer: Any = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        raise ValueError(f"{type(model).__name__} has no tokenizer: give the answer {answer!r} as a token id.")
-    ids = model.to_tokens(answer, prepend_bos=False)[0].tolist()  # type: ignore[attr-defined]
-    if len(ids) != 1:
-        pieces = [tokenizer.decode([token]) for token in ids]
+    tokens, pieces = answer_pieces(model, answer)
+    if len(tokens) != 1:
         hint = (
             ""
             if answer.startswith(" ")
             else f" Most tokenizers write a word inside a sentence with a space: {' ' + answer!r}."
         )
         raise ValueError(
-            f"The answer {answer!r} is {len(ids)} tokens {pieces}, so it has no single logit. "
+            f"The answer {answer!r} is {len(tokens)} tokens {pieces}, so it has no single logit. "
             f"Give an answer that is one token.{hint}"
         )
-    return ids[0]
+    return tokens[0]
+
+
+def answer_pieces(model: HookedModel, answer: str) -> tuple[list[int], list[str]]:
+    """The token ids that an answer consists of, and the text of each.
+
+    Raises:
+        ValueError: a model without a tokenizer.
+    """
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(f"{type(model).__name__} has no tokenizer: give the answer {answer!r} as a token id.")
+    tokens = model.to_tokens(answer, prepend_bos=False)[0].tolist()  # type: ignore[attr-defined]
+    return tokens, [tokenizer.decode([token]) for token in tokens]
 
 
 class LogitMargin:
