@@ -34,6 +34,7 @@ from ace_lens.identification import (
     oracle_r2,
     spectrum_p_value,
 )
+from ace_lens.loading import LoadingError, load_model
 from ace_lens.models import HookedModel, attached
 from ace_lens.plots import plot_controls, plot_validation
 from ace_lens.positions import Positions
@@ -62,6 +63,7 @@ __all__ = [
     "HookedModel",
     "JacobianProbe",
     "LinearOperator",
+    "LoadingError",
     "LogitMargin",
     "PausedPass",
     "Positions",
@@ -89,6 +91,7 @@ __all__ = [
     "fit_cycle",
     "fit_operator",
     "linear_cka",
+    "load_model",
     "match_eigenvalues",
     "oracle_r2",
     "overlap",
