@@ -175,7 +175,7 @@ def gpt2(tokenizer):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """SmolLM2-135M-Instruct, read once a session: it takes most of a minute."""
+    """SmolLM2-135M-Instruct, read once a session: it takes about a minute."""
     import ace_lens as ace
 
     return ace.load_model(real_models.smollm2_path(), device="cpu")
@@ -183,7 +183,7 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def gemma3():
-    """Gemma-3-270M, read once a session: it takes more than a minute."""
+    """Gemma-3-270M, read once a session: it takes about two minutes."""
     import ace_lens as ace
 
     return ace.load_model(real_models.gemma3_path(Path(tempfile.gettempdir()) / "ace-lens-tests"), device="cpu")
