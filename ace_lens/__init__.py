@@ -36,6 +36,7 @@ from ace_lens.identification import (
     oracle_r2,
     spectrum_p_value,
 )
+from ace_lens.loading import LoadingError, load_model
 from ace_lens.models import HookedModel, attached
 from ace_lens.plots import plot_controls, plot_validation
 from ace_lens.positions import Positions
@@ -65,6 +66,7 @@ __all__ = [
     "HookedModel",
     "JacobianProbe",
     "LinearOperator",
+    "LoadingError",
     "LogitMargin",
     "PausedPass",
     "Positions",
@@ -95,6 +97,7 @@ __all__ = [
     "fit_operator",
     "fourier_power",
     "linear_cka",
+    "load_model",
     "match_eigenvalues",
     "models_in",
     "oracle_r2",

@@ -4,9 +4,12 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+import real_models
 import torch
 from hypothesis import HealthCheck, settings
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -168,6 +171,22 @@ def native(tokenizer):
 @pytest.fixture
 def gpt2(tokenizer):
     return build("gpt2", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct, read once a session: it takes about a minute."""
+    import ace_lens as ace
+
+    return ace.load_model(real_models.smollm2_path(), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def gemma3():
+    """Gemma-3-270M, read once a session: it takes about two minutes."""
+    import ace_lens as ace
+
+    return ace.load_model(real_models.gemma3_path(Path(tempfile.gettempdir()) / "ace-lens-tests"), device="cpu")
 
 
 @pytest.fixture
