@@ -34,6 +34,7 @@ from ace_lens.identification import (
     oracle_r2,
     spectrum_p_value,
 )
+from ace_lens.layers import LayerSweep, sweep_layers
 from ace_lens.models import HookedModel, attached
 from ace_lens.plots import plot_controls, plot_validation
 from ace_lens.positions import Positions
@@ -61,6 +62,7 @@ __all__ = [
     "Estimate",
     "HookedModel",
     "JacobianProbe",
+    "LayerSweep",
     "LinearOperator",
     "LogitMargin",
     "PausedPass",
@@ -98,6 +100,7 @@ __all__ = [
     "principal_angles",
     "spearman",
     "spectrum_p_value",
+    "sweep_layers",
     "text_perplexity",
     "transplant",
     "validate",

@@ -354,9 +354,11 @@ class Bootstrap:
                 f"The score {self.score.name!r} is undefined on these samples. ROC AUC, for one, needs samples with "
                 "label 1 and samples with label 0."
             )
+        drawn = self._counts[:, self._sequence]
         if values.ndim:
-            weights = self._counts[:, self._sequence].double()
-            resampled = weights @ values / weights.sum(1)
+            resampled = drawn.double() @ values / drawn.sum(1)
+        elif self.score.resampled is not None:
+            resampled = self.score.resampled(outputs, self._labels.to(outputs.device), drawn)
         else:
             resampled = torch.stack([self._resampled(outputs, counts) for counts in self._counts])
         # A resample of few sequences may leave a score undefined, such as ROC AUC when it drew one label only.

@@ -122,7 +122,7 @@ def test_a_missed_ratio_is_the_exit_status(capsys):
     [
         (
             ["extracton-576"],
-            "There is no case named 'extracton-576'. Choose from: extraction-576, extraction-4096.",
+            "There is no case named 'extracton-576'. Choose from: extraction-576, extraction-4096, layers-smollm2.",
         ),
         (["--repeats", "0"], "'0' is not a whole number of at least 1"),
         (
