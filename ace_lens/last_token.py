@@ -71,7 +71,10 @@ class LastTokenPass:
 
     def run(self, fwd_hooks: FwdHooks = ()) -> Tensor:
         """Logits `[n, d_vocab]` of the last tokens, with the given hooks; these see `[n, 1, d_model]`."""
-        cached: dict[str, Any] = {} if self._cache is None else {"past_key_values": self._cache, "use_cache": True}
+        # Left to itself, a model would begin a cache that nobody puts back.
+        cached: dict[str, Any] = {"use_cache": False}
+        if self._cache is not None:
+            cached = {"use_cache": True, "past_key_values": self._cache}
         with self._cache_kept(), self._calls_recorded():
             return run(self.model, self._tokens[:, -1:], self._mask, fwd_hooks, **cached)[:, -1]
 
