@@ -1,8 +1,9 @@
-"""Forward passes stopped at a hook point, and carried on from there with edited activations.
+"""Forward passes stopped at hook points, and carried on from there with edited activations.
 
-One pass of the whole model gives the residual stream and the unedited outputs; each edit then costs only what lies
-downstream of the hook point. Where a model class offers no way to start in the middle, every edit costs a full pass
-instead, which the result says.
+What stands before the samples runs once, where the model has a cache that can be relied on (see `last_token`); each
+edit then costs one token a sample, from the hook point on. Elsewhere one pass of the whole model gives the residual
+stream, and an edit costs what lies downstream of the hook point. Where a model class offers no way to start in the
+middle either, every edit costs a full pass, which the result says.
 """
 
 import re

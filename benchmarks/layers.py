@@ -4,7 +4,7 @@ Ours runs what stands before the last tokens once; see `ace_lens.last_token`. Th
 TransformerLens alone: a forward pass over the whole prompts for each layer and each of keep, remove and flip.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ace_lens as ace
 from benchmarks.case import Case, Disagreement
 
-PLURALS = {"key": "keys", "dog": "dogs", "car": "cars", "book": "books", "boy": "boys", "girl": "girls"}
+NOUNS = ("key", "dog", "car", "book", "boy", "girl", "teacher", "farmer", "doctor", "actor", "singer", "driver")
 FRAMES = (
     "The {head} near the old {attractor} at the end of the street",
     "The {head} behind the {attractor} of my neighbour from the city",
     "Yesterday in the early morning the {head} beside the {attractor}",
     "After all these years the {head} that the {attractor} like",
 )
-HELD_OUT = ("book", "boy", "girl", "car")
+N_TRAIN = 4
 
-# One pair of samples more or less in order changes a ROC AUC of 16 against 16 by 0.004; rounding may turn a few.
-TOLERANCE = 0.01
+# One pair of samples more or less in order changes a ROC AUC of 32 against 32 by 0.001; rounding may turn a few.
+TOLERANCE = 0.005
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,18 @@ def smollm2() -> TransformerBridge:
     return TransformerBridge.boot_transformers("HuggingFaceTB/SmolLM2-135M", hf_model=model, tokenizer=tokenizer)
 
 
-def prompts(heads: list[str]) -> tuple[list[str], list[bool]]:
+def prompts(heads: Sequence[str]) -> tuple[list[str], list[bool]]:
     """Every frame with each head noun in both numbers, an attractor of the other number, and whether it is plural."""
-    nouns = list(PLURALS)
     texts, plural = [], []
     for index, head in enumerate(heads):
         for turn, frame in enumerate(FRAMES):
-            for is_plural in (False, True):
-                attractor = nouns[(index + turn) % 4]
-                noun = PLURALS[head] if is_plural else head
-                texts.append(frame.format(head=noun, attractor=attractor if is_plural else PLURALS[attractor]))
-                plural.append(is_plural)
+            other = NOUNS[(index + turn + 6) % len(NOUNS)]
+            texts += [frame.format(head=head, attractor=other + "s"), frame.format(head=head + "s", attractor=other)]
+            plural += [False, True]
     return texts, plural
 
 
-def sweep(model: TransformerBridge, heads: list[str], held_out: list[str]) -> Sweep:
+def sweep(model: TransformerBridge, heads: Sequence[str], held_out: Sequence[str]) -> Sweep:
     """Cores extracted from some nouns, to be judged on others."""
     margin = ace.LogitMargin(model, [" are", " were"], [" is", " was"])
     names = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
@@ -128,10 +125,9 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 def case(name: str, *, repeats: int, reach: float) -> Case[Sweep, Tensor]:
     """The sweep over all layers."""
-    heads = [noun for noun in PLURALS if noun not in HELD_OUT]
     return Case(
         name=name,
-        inputs=lambda: sweep(smollm2(), heads, list(HELD_OUT)),
+        inputs=lambda: sweep(smollm2(), NOUNS[:N_TRAIN], NOUNS[N_TRAIN:]),
         ours=ours,
         direct=direct,
         check=check,
@@ -141,6 +137,6 @@ def case(name: str, *, repeats: int, reach: float) -> Case[Sweep, Tensor]:
 
 
 CASES = (
-    # The direct way takes some minutes; it runs three times in all.
-    case("layers-smollm2", repeats=2, reach=10),
+    # The direct way takes five minutes on one core; it runs twice in all.
+    case("layers-smollm2", repeats=1, reach=10),
 )
