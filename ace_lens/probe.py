@@ -45,7 +45,8 @@ class JacobianProbe:
     p_i with respect to the activation at p_i alone. Where attention follows the hook point and several
     positions of a sequence are samples, a gradient of summed outputs would add what each position does to
     later ones; the probe then gives every sample a row of its own, so that one backward pass per output is
-    exact, for all hook points together.
+    exact, for all hook points together. Where the model has a cache that can be relied on, the graph holds the sample's
+    position alone (see `ace_lens.last_token`), so that memory does not grow with layers times length of the prompt.
 
     The model runs in evaluation mode and in its own dtype. Its parameters' gradients, its hooks and its
     training mode are left as they were; frozen parameters and a surrounding `no_grad` or `inference_mode` do
