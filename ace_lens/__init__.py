@@ -36,6 +36,7 @@ from ace_lens.identification import (
     oracle_r2,
     spectrum_p_value,
 )
+from ace_lens.layers import LayerSweep, sweep_layers
 from ace_lens.loading import LoadingError, load_model
 from ace_lens.models import HookedModel, attached
 from ace_lens.plots import plot_controls, plot_validation
@@ -65,6 +66,7 @@ __all__ = [
     "Estimate",
     "HookedModel",
     "JacobianProbe",
+    "LayerSweep",
     "LinearOperator",
     "LoadingError",
     "LogitMargin",
@@ -108,6 +110,7 @@ __all__ = [
     "principal_angles",
     "spearman",
     "spectrum_p_value",
+    "sweep_layers",
     "text_perplexity",
     "track_core",
     "transplant",

@@ -174,10 +174,10 @@ def trained_subspace(
         raise ValueError(
             "Swapping between samples needs two in a batch. Raise batch_size, or leave training out (n_steps=0)."
         )
-    dtype = torch.promote_types(paused[0].residual.dtype, torch.float32)
-    start = random_subspace(paused[0].residual.shape[-1], rank, generator)
+    dtype = torch.promote_types(paused[0].activations.dtype, torch.float32)
+    start = random_subspace(paused[0].activations.shape[-1], rank, generator)
     with torch.inference_mode(False), torch.enable_grad():
-        raw = start.to(paused[0].residual.device, dtype).requires_grad_(True)
+        raw = start.to(paused[0].activations.device, dtype).requires_grad_(True)
         optimizer = torch.optim.Adam([raw], lr=learning_rate)
         for step in range(n_steps):
             each = paused[step % len(paused)]
@@ -185,7 +185,7 @@ def trained_subspace(
             activations = each.activations.to(dtype)
             basis = torch.linalg.qr(raw).Q
             swapped = activations + (activations[other] - activations) @ basis @ basis.T
-            outputs = task_outputs(target, each.resume(swapped.to(each.residual.dtype)))
+            outputs = task_outputs(target, each.resume(swapped.to(each.activations.dtype)))
             wanted = task_outputs(target, each.logits)[other]
             if outputs.shape[1] == 1:
                 loss = (outputs - wanted).square().mean() / wanted.var().clamp_min(1e-12)

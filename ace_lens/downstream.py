@@ -1,13 +1,16 @@
-"""Forward passes stopped at a hook point, and carried on from there with edited activations.
+"""Forward passes stopped at hook points, and carried on from there with edited activations.
 
-One pass of the whole model gives the residual stream and the unedited outputs; each edit then costs only what lies
-downstream of the hook point. Where a model class offers no way to start in the middle, every edit costs a full pass
-instead, which the result says.
+What stands before the samples runs once, where the model has a cache that can be relied on (see `last_token`); each
+edit then costs one token a sample, from the hook point on. Elsewhere one pass of the whole model gives the residual
+stream, and an edit costs what lies downstream of the hook point. Where a model class offers no way to start in the
+middle either, every edit costs a full pass, which the result says.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -15,14 +18,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ace_lens.hooks import CoreHook
-from ace_lens.models import HookedModel, evaluating, is_pointwise_downstream, resolve_hook_point, run
+from ace_lens.last_token import LastTokenPass, by_length, replayable, same_logits, tried_on_few
+from ace_lens.models import HookedModel, is_pointwise_downstream, resolve_hook_point, run, unembed
 from ace_lens.samples import Samples
 from ace_lens.targets import Target, task_outputs, tokens_outside
 
 Edits: TypeAlias = Callable[[Tensor, Tensor], Iterable[tuple[str, Tensor]]]
 """Takes the activations `[n, d_model]` of some samples and their indices `[n]`; gives edited activations by name."""
 
-_Restart: TypeAlias = Callable[["PausedPass", Tensor], Tensor]
+
+# Keep, remove and flip. More would be no faster, and their logits over a large vocabulary take much memory.
+_EDITS_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
@@ -30,31 +36,21 @@ class PausedPass:
     """A forward pass of a batch, stopped at a hook point.
 
     Arguments:
-        model: the model.
         hook_point: where the pass stands.
-        batch: the samples in it.
-        index: `[n]`, their indices among all samples.
-        residual: `[batch, pos, d_model]`, the residual stream there.
+        index: `[n]`, the indices of its samples among all samples.
+        activations: `[n, d_model]`, the activation at each sample's own position.
         logits: `[n, d_vocab]`, the samples' logits if it goes on as it is.
-        restart: how it goes on.
+        resume: takes other activations `[n, d_model]` in place of these to the samples' logits `[n, d_vocab]`; or
+            several at once, `[k, n, d_model]`, to `[k, n, d_vocab]`.
+        restarted: whether `resume` starts from the activations (else it is a full pass over the prompts).
     """
 
-    model: HookedModel
     hook_point: str
-    batch: Samples
     index: Tensor
-    residual: Tensor
+    activations: Tensor
     logits: Tensor
-    restart: _Restart
-
-    @property
-    def activations(self) -> Tensor:
-        """`[n, d_model]`, the activation at each sample's own position."""
-        return self.batch.at(self.residual)
-
-    def resume(self, activations: Tensor) -> Tensor:
-        """Logits `[n, d_vocab]` if the samples' own activations are replaced by `[n, d_model]` other ones."""
-        return self.restart(self, activations)
+    resume: Callable[[Tensor], Tensor]
+    restarted: bool
 
 
 def paused_passes(
@@ -67,18 +63,84 @@ def paused_passes(
     Raises:
         ValueError: an unknown hook point.
     """
-    hook_point = resolve_hook_point(model, hook_point)
-    rows = samples if is_pointwise_downstream(model, hook_point) else samples.one_per_row()
-    restart: _Restart | None = None
+    for paused in paused_at_each(model, samples, [hook_point], batch_size=batch_size, progress=progress):
+        yield from paused
+
+
+def paused_at_each(
+    model: HookedModel,
+    samples: Samples,
+    hook_points: Sequence[str],
+    *,
+    batch_size: int = 64,
+    progress: bool = False,
+) -> Iterator[list[PausedPass]]:
+    """The same for several hook points, at all of which one pass of a batch stops.
+
+    Where the model has a cache of keys and values that can be relied on, what stands before the samples runs once, and
+    every edit costs one token a sample from the hook point on.
+
+    Raises:
+        ValueError: an unknown hook point.
+    """
+    hook_points = [resolve_hook_point(model, name) for name in hook_points]
+    shares_rows = all(is_pointwise_downstream(model, name) for name in hook_points)
+    rows = samples if shares_rows else samples.one_per_row()
+    tried = None if shares_rows else tried_on_few(model, rows)
+    if tried is None:
+        batches = rows.batches(batch_size)
+        pause: Callable[..., list[PausedPass]] = partial(_pause_rows, model, restarts={})
+    else:
+        order, rows = by_length(rows)
+        batches = ((order[index], batch) for index, batch in rows.batches(batch_size))
+        pause = partial(_pause_last_tokens, model, replayed=replayable(tried, hook_points))
     total = -(-len(rows.tokens) // batch_size)
-    for index, batch in tqdm(rows.batches(batch_size), "Intervening", total, leave=False, disable=not progress):
+    for index, batch in tqdm(batches, "Intervening", total, leave=False, disable=not progress):
         with torch.no_grad():
-            capture = CoreHook(hook_point)
-            logits = batch.at(run(model, batch.tokens, batch.attention_mask, capture.fwd_hooks()))
-            residual = capture.activations[hook_point]
-            paused = PausedPass(model, hook_point, batch, index, residual, logits, _full_pass)
-            restart = restart or _cheapest_restart(paused)
-        yield replace(paused, restart=restart)
+            paused = pause(hook_points, index, batch)
+        yield paused
+
+
+def _pause_last_tokens(
+    model: HookedModel, hook_points: Sequence[str], index: Tensor, batch: Samples, *, replayed: set[str]
+) -> list[PausedPass]:
+    last, capture = LastTokenPass(model, batch), CoreHook(*hook_points)
+    logits = last.run(capture.fwd_hooks())
+    return [
+        PausedPass(
+            hook_point=name,
+            index=index,
+            activations=capture.activations[name][:, 0],
+            logits=logits,
+            resume=partial(last.resume if name in replayed else last.run_with, name),
+            restarted=True,
+        )
+        for name in hook_points
+    ]
+
+
+def _pause_rows(
+    model: HookedModel, hook_points: Sequence[str], index: Tensor, batch: Samples, *, restarts: dict[str, "_Restart"]
+) -> list[PausedPass]:
+    """`restarts` holds the ways on that were found on the first batch."""
+    capture = CoreHook(*hook_points)
+    logits = batch.at(run(model, batch.tokens, batch.attention_mask, capture.fwd_hooks()))
+    paused = []
+    for name in hook_points:
+        rows = _Rows(model, name, batch, capture.activations[name], logits)
+        if name not in restarts:
+            restarts[name] = _cheapest_restart(rows)
+        paused.append(
+            PausedPass(
+                hook_point=name,
+                index=index,
+                activations=batch.at(rows.residual),
+                logits=logits,
+                resume=partial(_resume_rows, restarts[name], rows),
+                restarted=restarts[name] is not _full_pass,
+            )
+        )
+    return paused
 
 
 @dataclass(frozen=True)
@@ -129,42 +191,73 @@ def edited_outputs(
         ValueError: an unknown hook point, a target of another shape, outputs that are not finite, or two edits of one
             name.
     """
+    each = edited_at_each(model, samples, target, {hook_point: edits}, batch_size=batch_size, progress=progress)
+    return each[hook_point]
+
+
+@torch.no_grad()
+def edited_at_each(
+    model: HookedModel,
+    samples: Samples,
+    target: Target,
+    edits: Mapping[str, Edits],
+    *,
+    side_effects: bool = True,
+    batch_size: int = 64,
+    progress: bool = False,
+) -> dict[str, EditedOutputs]:
+    """The same for several hook points, each with edits of its own, from one pass over the samples.
+
+    Arguments and errors are otherwise those of `edited_outputs`; without `side_effects`, `outside_kl` stays empty.
+    """
     order: list[Tensor] = []
     clean: list[Tensor] = []
-    edited: dict[str, list[Tensor]] = {}
-    outside_kl: dict[str, list[Tensor]] = {}
-    restarted = True
-    for paused in paused_passes(model, samples, hook_point, batch_size=batch_size, progress=progress):
-        restarted = paused.restart is not _full_pass
-        order.append(paused.index)
-        clean.append(_finite(task_outputs(target, paused.logits), "the unedited model", len(clean)))
-        outside = tokens_outside(target, paused.logits.shape[1])
-        before = _log_probabilities(paused.logits, outside)
-        for name, activations in edits(paused.activations, paused.index):
-            logits = paused.resume(activations)
-            edited.setdefault(name, []).append(_finite(task_outputs(target, logits), name, len(clean) - 1))
-            if len(edited[name]) != len(clean):
-                raise ValueError(f"Two edits are called {name!r}. Give each a name of its own.")
-            if before is not None:
-                kl = (before.exp() * (before - _log_probabilities(logits, outside))).sum(1)
-                outside_kl.setdefault(name, []).append(kl)
+    found: dict[str, dict[str, list[Tensor]]] = {name: {} for name in edits}
+    outside_kl: dict[str, dict[str, list[Tensor]]] = {name: {} for name in edits}
+    restarted: dict[str, bool] = {}
+    for paused in paused_at_each(model, samples, list(edits), batch_size=batch_size, progress=progress):
+        logits = paused[0].logits
+        order.append(paused[0].index)
+        clean.append(_finite(task_outputs(target, logits), "the unedited model", len(clean)))
+        outside = tokens_outside(target, logits.shape[1]) if side_effects else None
+        before = _log_probabilities(logits, outside)
+        for each, (name, edit) in zip(paused, edits.items(), strict=True):
+            for edited, logits in _resumed(each, edit):
+                outputs = _finite(task_outputs(target, logits), edited, len(clean) - 1)
+                found[name].setdefault(edited, []).append(outputs)
+                if len(found[name][edited]) != len(clean):
+                    raise ValueError(f"Two edits are called {edited!r}. Give each a name of its own.")
+                if before is not None:
+                    kl = (before.exp() * (before - _log_probabilities(logits, outside))).sum(1)
+                    outside_kl[name].setdefault(edited, []).append(kl)
+            restarted[name] = each.restarted
     undo = torch.cat(order).argsort()
-    return EditedOutputs(
-        clean=torch.cat(clean)[undo],
-        edited={name: torch.cat(parts)[undo] for name, parts in edited.items()},
-        outside_kl={name: torch.cat(parts)[undo] for name, parts in outside_kl.items()},
-        restarted=restarted,
-    )
+
+    def joined(parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.cat(batches)[undo] for name, batches in parts.items()}
+
+    return {
+        name: EditedOutputs(torch.cat(clean)[undo], joined(found[name]), joined(outside_kl[name]), restarted[name])
+        for name in edits
+    }
 
 
-def constant_jacobian(paused: PausedPass, target: Target) -> Tensor | None:
+def _resumed(paused: PausedPass, edit: Edits) -> Iterator[tuple[str, Tensor]]:
+    """Logits under each edit by name; a few edits go on at once."""
+    edits = iter(edit(paused.activations, paused.index))
+    while few := list(islice(edits, _EDITS_AT_ONCE)):
+        names, activations = zip(*few, strict=True)
+        yield from zip(names, paused.resume(torch.stack(activations)), strict=True)
+
+
+def constant_jacobian(model: HookedModel, paused: PausedPass, target: Target) -> Tensor | None:
     """The derivative of the outputs with respect to the activation, `[target, d_model]`, where it is the same for all.
 
     It is where nothing but linear maps follows the hook point, as in toy models without a final norm. That is not taken
     from the model's configuration but seen: the derivatives at two samples are equal, and every sample's outputs follow
     from the first's. None where it is not so.
     """
-    if paused.restart is not _from_last_block:
+    if not (paused.restarted and is_pointwise_downstream(model, paused.hook_point)):
         return None
     with torch.inference_mode(False), torch.enable_grad():
         activations = paused.activations.clone()
@@ -200,60 +293,65 @@ def _log_probabilities(logits: Tensor, outside: Tensor | None) -> Any:
     return None if outside is None else logits[:, outside.to(logits.device)].float().log_softmax(1)
 
 
-def _cheapest_restart(paused: PausedPass) -> _Restart:
+@dataclass(frozen=True)
+class _Rows:
+    """A batch of whole prompts at a hook point: residual stream `[batch, pos, d_model]`, logits `[n, d_vocab]`."""
+
+    model: HookedModel
+    hook_point: str
+    batch: Samples
+    residual: Tensor
+    logits: Tensor
+
+    def replaced(self, activations: Tensor) -> Tensor:
+        """The residual stream with other activations at the samples' positions."""
+        whole = self.residual.clone()
+        whole[self.batch.sequence, self.batch.position] = activations.to(whole.dtype)
+        return whole
+
+
+_Restart: TypeAlias = Callable[[_Rows, Tensor], Tensor]
+
+
+def _resume_rows(restart: _Restart, rows: _Rows, activations: Tensor) -> Tensor:
+    """Several at once are taken one by one: whole prompts fill a batch by themselves."""
+    if activations.ndim == 3:
+        return torch.stack([restart(rows, each) for each in activations])
+    return restart(rows, activations)
+
+
+def _cheapest_restart(rows: _Rows) -> _Restart:
     """The cheapest way on from the hook point that reproduces the model's own logits on this batch."""
-    if paused.hook_point.endswith("hook_resid_pre") and paused.model.hook_dict[paused.hook_point].fwd_hooks:
+    if rows.hook_point.endswith("hook_resid_pre") and rows.model.hook_dict[rows.hook_point].fwd_hooks:
         # Starting at a layer fires its hook_resid_pre again: the user's hook there would come after our edit.
         return _full_pass
-    if not paused.logits.isfinite().all():
+    if not rows.logits.isfinite().all():
         return _full_pass
-    pointwise = is_pointwise_downstream(paused.model, paused.hook_point)
-    cheap = _from_last_block if pointwise else _from_layer
-    tolerance = torch.finfo(paused.logits.dtype).eps ** 0.5
+    cheap = _from_last_block if is_pointwise_downstream(rows.model, rows.hook_point) else _from_layer
     try:
-        again = cheap(paused, paused.activations)
+        again = cheap(rows, rows.batch.at(rows.residual))
     except (NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError, IndexError):
         return _full_pass
-    same = again.shape == paused.logits.shape and torch.allclose(
-        again, paused.logits, rtol=tolerance, atol=tolerance * float(paused.logits.abs().max())
-    )
-    return cheap if same else _full_pass
+    return cheap if same_logits(again, rows.logits) else _full_pass
 
 
-def _from_last_block(paused: PausedPass, activations: Tensor) -> Tensor:
-    """After the last block: final norm, unembedding and soft cap, at the samples' positions only.
-
-    None of them depends on the training mode.
-    """
-    model: Any = paused.model
-    stream = activations.unsqueeze(1)
-    if model.cfg.normalization_type is not None:
-        stream = model.ln_final(stream)
-    logits = model.unembed(stream)[:, 0]
-    cap = getattr(model.cfg, "output_logits_soft_cap", None) or 0.0
-    return cap * torch.tanh(logits / cap) if cap > 0 else logits
+def _from_last_block(rows: _Rows, activations: Tensor) -> Tensor:
+    """After the last block, at the samples' positions only."""
+    return unembed(rows.model, activations.unsqueeze(1))[:, 0]
 
 
-def _from_layer(paused: PausedPass, activations: Tensor) -> Tensor:
+def _from_layer(rows: _Rows, activations: Tensor) -> Tensor:
     """In the middle: TransformerLens's own `start_at_layer`."""
-    match = re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", paused.hook_point)
+    match = re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", rows.hook_point)
     if match is None:
         raise NotImplementedError
     layer = int(match[1]) + (match[2] == "post")
-    mask = paused.batch.attention_mask
-    masks = {} if bool(mask.all()) else {"attention_mask": mask}
-    with evaluating(paused.model):
-        return paused.batch.at(paused.model(_replaced(paused, activations), start_at_layer=layer, **masks))
+    stream, mask = rows.replaced(activations), rows.batch.attention_mask
+    return rows.batch.at(run(rows.model, stream, mask, start_at_layer=layer))
 
 
-def _full_pass(paused: PausedPass, activations: Tensor) -> Tensor:
+def _full_pass(rows: _Rows, activations: Tensor) -> Tensor:
     """The whole model again, with the edited activations put in place on the way."""
-    whole = _replaced(paused, activations)
-    hooks = [(paused.hook_point, lambda activation, hook: whole)]
-    return paused.batch.at(run(paused.model, paused.batch.tokens, paused.batch.attention_mask, hooks))
-
-
-def _replaced(paused: PausedPass, activations: Tensor) -> Tensor:
-    whole = paused.residual.clone()
-    whole[paused.batch.sequence, paused.batch.position] = activations.to(whole.dtype)
-    return whole
+    whole = rows.replaced(activations)
+    hooks = [(rows.hook_point, lambda activation, hook: whole)]
+    return rows.batch.at(run(rows.model, rows.batch.tokens, rows.batch.attention_mask, hooks))

@@ -7,7 +7,7 @@ A model is anything that carries TransformerLens hook points: a `HookedTransform
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -184,14 +184,24 @@ def attached(model: HookedModel, fwd_hooks: FwdHooks) -> Iterator[None]:
         )
 
 
+def _with_descendants(roots: Iterable[Any]) -> Iterator[torch.nn.Module]:
+    """Each module once; `Module.modules` is many times slower, which counts where this is done for every edit."""
+    waiting = [root for root in roots if isinstance(root, torch.nn.Module)]
+    seen = set()
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting.extend(module.children())
+            yield module
+
+
 @contextmanager
 def evaluating(model: HookedModel) -> Iterator[None]:
     """Evaluation mode (no dropout) for the length of a block; every module's own mode is put back."""
     # A bridge keeps the Hugging Face model, and with it some dropout, outside its own tree of modules.
     roots = (model, getattr(model, "original_model", None))
-    training = [
-        module for root in roots if isinstance(root, torch.nn.Module) for module in root.modules() if module.training
-    ]
+    training = [module for module in _with_descendants(roots) if module.training]
     try:
         for module in training:
             module.training = False
@@ -201,9 +211,30 @@ def evaluating(model: HookedModel) -> Iterator[None]:
             module.training = True
 
 
-def run(model: HookedModel, tokens: Tensor, attention_mask: Tensor, fwd_hooks: FwdHooks = ()) -> Tensor:
-    """Logits `[batch, pos, d_vocab]` of one forward pass with the given hooks, in evaluation mode."""
+def run(model: HookedModel, tokens: Tensor, attention_mask: Tensor, fwd_hooks: FwdHooks = (), **options: Any) -> Any:
+    """One forward pass with the given hooks, in evaluation mode: logits `[batch, pos, d_vocab]`.
+
+    Arguments:
+        model: the model.
+        tokens: `[batch, pos]`.
+        attention_mask: `[batch, pos]`, 1 at real tokens; longer where keys and values of earlier ones are cached.
+        fwd_hooks: hook functions by hook point.
+        options: what else the model takes, of which some change what it returns.
+    """
     # A mask of ones says nothing; modules of one's own need not take it.
     masks = {} if bool(attention_mask.all()) else {"attention_mask": attention_mask}
     with attached(model, fwd_hooks), evaluating(model):
-        return model(tokens, **masks)
+        return model(tokens, **masks, **options)
+
+
+def unembed(model: HookedModel, residual: Tensor) -> Tensor:
+    """From the residual stream after the last block, `[batch, pos, d_model]`, to logits: final norm, unembedding, cap.
+
+    None of them depends on the training mode.
+    """
+    parts: Any = model
+    if parts.cfg.normalization_type is not None:
+        residual = parts.ln_final(residual)
+    logits = parts.unembed(residual)
+    cap = getattr(parts.cfg, "output_logits_soft_cap", None) or 0.0
+    return cap * torch.tanh(logits / cap) if cap > 0 else logits

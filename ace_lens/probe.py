@@ -8,6 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ace_lens.hooks import CoreHook
+from ace_lens.last_token import LastTokenPass, tried_on_few
 from ace_lens.models import (
     HookedModel,
     is_pointwise_downstream,
@@ -44,7 +45,8 @@ class JacobianProbe:
     p_i with respect to the activation at p_i alone. Where attention follows the hook point and several
     positions of a sequence are samples, a gradient of summed outputs would add what each position does to
     later ones; the probe then gives every sample a row of its own, so that one backward pass per output is
-    exact, for all hook points together.
+    exact, for all hook points together. Where the model has a cache that can be relied on, the graph holds the sample's
+    position alone (see `ace_lens.last_token`), so that memory does not grow with layers times length of the prompt.
 
     The model runs in evaluation mode and in its own dtype. Its parameters' gradients, its hooks and its
     training mode are left as they were; frozen parameters and a surrounding `no_grad` or `inference_mode` do
@@ -88,10 +90,11 @@ class JacobianProbe:
                 another shape, or the hook points cannot influence it.
         """
         rows = samples if self._shares_rows else samples.one_per_row()
+        alone = not self._shares_rows and tried_on_few(self.model, rows) is not None
         batches = rows.batches(self.batch_size)
         total = -(-len(rows.tokens) // self.batch_size)
         for number, (_, batch) in enumerate(tqdm(batches, "Probing", total, leave=False, disable=not progress)):
-            probed = self._probe_batch(batch)
+            probed = self._probe_batch(batch, alone=alone)
             for name, found in probed.items():
                 _require_finite(found.activations, "activation", name, number)
                 _require_finite(found.jacobians, f"derivative of {describe(self.target)}", name, number)
@@ -116,15 +119,20 @@ class JacobianProbe:
             for name in self.hook_points
         }
 
-    def _probe_batch(self, samples: Samples) -> dict[str, Probed]:
+    def _probe_batch(self, samples: Samples, *, alone: bool) -> dict[str, Probed]:
+        """With `alone`, the graph holds the samples' own positions and no others."""
         capture = CoreHook(*self.hook_points, live=True)
         with torch.inference_mode(False), torch.enable_grad():
             # Clones are ordinary tensors, even of what the caller made under inference_mode.
             names = ("tokens", "attention_mask", "sequence", "position")
             samples = replace(samples, **{name: getattr(samples, name).clone() for name in names})
-            logits = run(self.model, samples.tokens, samples.attention_mask, capture.fwd_hooks())
+            if alone:
+                last = LastTokenPass(self.model, samples)
+                logits, samples = last.run(capture.fwd_hooks()), last.samples
+            else:
+                logits = samples.at(run(self.model, samples.tokens, samples.attention_mask, capture.fwd_hooks()))
             residuals = [capture.activations[name] for name in self.hook_points]
-            outputs = task_outputs(self.target, samples.at(logits))
+            outputs = task_outputs(self.target, logits)
             if not outputs.requires_grad:
                 raise ValueError(no_influence(describe(self.target), self.hook_points))
             n_outputs = outputs.shape[1]

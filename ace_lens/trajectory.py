@@ -279,7 +279,7 @@ class _Tracker:
         passes = list(paused_passes(model, samples, self.hook_point, batch_size=self.batch_size))
         order = torch.cat([paused.index for paused in passes]).argsort()
         extractor = CoreExtractor(canonical_hook_point(self.hook_point))
-        jacobian = constant_jacobian(passes[0], self.target)
+        jacobian = constant_jacobian(model, passes[0], self.target)
         if jacobian is None:
             probe = JacobianProbe(model, self.target, self.hook_point, batch_size=self.batch_size)
             (probed,) = probe(samples).values()

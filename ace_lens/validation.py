@@ -328,10 +328,15 @@ class Resampler:
         counts = self._counts.double()
         return Estimate.from_draws(float(values.mean()), counts @ totals / (counts @ sizes))
 
+    @property
+    def times_drawn(self) -> Tensor:
+        """`[draw, sample]`, how often each sample is in each draw."""
+        return self._counts[:, self._sequence]
+
     def drawn(self) -> Iterator[Tensor]:
         """The samples in each draw, as indices, some of them several times."""
-        for counts in self._counts:
-            yield torch.arange(len(self._sequence)).repeat_interleave(counts[self._sequence])
+        for counts in self.times_drawn:
+            yield torch.arange(len(self._sequence)).repeat_interleave(counts)
 
 
 class Bootstrap:
@@ -385,12 +390,17 @@ class Bootstrap:
         if values.ndim:
             return self._resampler.mean(values)
         labels = self._labels.to(outputs.device)
-        resampled = [
-            self.score.function(outputs[index], labels[index], self._clean[index]).double().cpu()
-            for index in (drawn.to(outputs.device) for drawn in self._resampler.drawn())
-        ]
+        if self.score.resampled is not None:
+            resampled = self.score.resampled(outputs, labels, self._resampler.times_drawn)
+        else:
+            resampled = torch.stack(
+                [
+                    self.score.function(outputs[index], labels[index], self._clean[index]).double().cpu()
+                    for index in (drawn.to(outputs.device) for drawn in self._resampler.drawn())
+                ]
+            )
         # A resample of few sequences may leave a score undefined, such as ROC AUC when it drew one label only.
-        return Estimate.from_draws(float(values), torch.stack(resampled))
+        return Estimate.from_draws(float(values), resampled)
 
     def over_draws(self, draws: list[Tensor]) -> Estimate:
         """The mean score of several outputs, with the interval over them instead of over sequences."""

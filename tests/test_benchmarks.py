@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import extraction
+import ace_lens as ace
+from benchmarks import extraction, layers
 from benchmarks.__main__ import CASES, main
 from benchmarks.case import Case, Disagreement, Outcome
 from benchmarks.timing import Timing, alternate
@@ -37,6 +38,30 @@ def test_the_planted_directions_stand_out():
     centred = given.activations - given.activations.mean(0)
     values = torch.linalg.svdvals(centred @ given.jacobians.flatten(0, 1).T)
     assert (values[: extraction.RANK] > 1.5 * values[1 : extraction.RANK + 1]).all()
+
+
+def test_both_ways_of_a_sweep_agree(gpt2):
+    """On a small model in place of SmolLM2, with prompts of one length."""
+    margin = ace.LogitMargin(gpt2, [3, 4], [5])
+    names = [f"blocks.{layer}.hook_resid_post" for layer in range(3)]
+    tokens = torch.randint(3, 30, (20, 7), generator=torch.Generator().manual_seed(3))
+    samples = ace.Samples.from_tokens(tokens, labels=torch.arange(20) % 2 == 1)
+    given = layers.Sweep(gpt2, ace.extract_cores(gpt2, samples, margin, names, rank=1), samples, margin)
+    found, expected = layers.ours(given), layers.direct(given)
+    assert found.shape == expected.shape == (3, 3)
+    layers.check(found, expected)
+    with pytest.raises(Disagreement, match=r"ROC AUC by .* one way is wrong"):
+        layers.check(found, expected.flip(1))
+
+
+def test_prompts_of_the_sweep_pair_each_noun_with_another_of_the_other_number():
+    texts, plural = layers.prompts(layers.NOUNS[layers.N_TRAIN :])
+    assert len(set(texts)) == len(texts) == 64
+    assert sum(plural) == 32
+    assert texts[:2] == [
+        "The boy near the old teachers at the end of the street",
+        "The boys near the old teacher at the end of the street",
+    ]
 
 
 def principal_components(given):
@@ -122,7 +147,7 @@ def test_a_missed_ratio_is_the_exit_status(capsys):
     [
         (
             ["extracton-576"],
-            "There is no case named 'extracton-576'. Choose from: extraction-576, extraction-4096.",
+            "There is no case named 'extracton-576'. Choose from: extraction-576, extraction-4096, layers-smollm2.",
         ),
         (["--repeats", "0"], "'0' is not a whole number of at least 1"),
         (

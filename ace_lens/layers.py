@@ -1,0 +1,134 @@
+"""Where in a model a core does its work: keep, remove and flip at every layer, from one pass over the samples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ace_lens.core import Core
+from ace_lens.downstream import edited_at_each
+from ace_lens.models import HookedModel
+from ace_lens.reports import Report
+from ace_lens.samples import Samples
+from ace_lens.scores import Score
+from ace_lens.targets import Target, describe
+from ace_lens.validation import INTERVENTIONS, Bootstrap, Estimate, rank_sweep
+
+
+@dataclass(frozen=True)
+class LayerSweep(Report):
+    """What interventions on a core do to a task, layer by layer.
+
+    Arguments:
+        description: what was intervened on, in words.
+        chosen_on: the samples that the cores were extracted from, in words.
+        judged_on: the samples that the scores were taken on, in words.
+        score: the score's name.
+        higher_is_better: whether larger scores are better.
+        baseline: the score without intervention.
+        chance: the score of an answer that ignores the input; None where there is no such thing.
+        hook_points: where a core was tried.
+        ranks: the rank of the core at each of them.
+        keep: the score with nothing but the core, for each of them.
+        remove: the score with the core removed, for each of them.
+        flip: the score with the core's sign flipped, for each of them.
+        restarted: whether the model was restarted at the hook points (else run in full for every intervention).
+    """
+
+    description: str
+    chosen_on: str
+    judged_on: str
+    score: str
+    higher_is_better: bool
+    baseline: Estimate
+    chance: float | None
+    hook_points: tuple[str, ...]
+    ranks: tuple[int, ...]
+    keep: tuple[Estimate, ...]
+    remove: tuple[Estimate, ...]
+    flip: tuple[Estimate, ...]
+    restarted: bool = True
+
+    def __str__(self) -> str:
+        chance = "" if self.chance is None else f", chance {self.chance:.3f}"
+        width = max(map(len, ("hook point", *self.hook_points)))
+        titles = "  ".join(f"{title:<20}" for title in ("none", *INTERVENTIONS))
+        lines = [
+            self.description,
+            f"chosen on {self.chosen_on}; judged on {self.judged_on}",
+            f"{self.score}{chance} (95% intervals)",
+            f"{'hook point':<{width}}  rank  {titles}",
+        ]
+        for index, hook_point in enumerate(self.hook_points):
+            scores = (self.baseline, *(getattr(self, name)[index] for name in INTERVENTIONS))
+            cells = "  ".join(f"{f'{score:.3f}':<20}" for score in scores)
+            lines.append(f"{hook_point:<{width}}  {self.ranks[index]:>4}  {cells}")
+        if not self.restarted:
+            lines.append("(this model cannot be restarted at every hook point: there, interventions were full passes)")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def sweep_layers(
+    model: HookedModel,
+    cores: Mapping[str, Core],
+    samples: Samples,
+    target: Target,
+    score: Score | None = None,
+    *,
+    n_bootstrap: int = 200,
+    generator: torch.Generator | None = None,
+    batch_size: int = 64,
+    progress: bool = False,
+) -> LayerSweep:
+    """Keep, remove and flip a core at each of several layers, and score the task.
+
+    Interventions act at each sample's own position, about the core's mean. What stands before the samples runs once for
+    all layers and interventions.
+
+    Arguments:
+        model: the model.
+        cores: a core for each hook point, such as `extract_cores` gives.
+        samples: labelled samples; not those that the cores were extracted from, nor those to choose a layer on if the
+            layer chosen is to be judged.
+        target: the task output.
+        score: as for `validate`.
+        n_bootstrap: how often the sequences are resampled for the intervals.
+        generator: draws the resamples; seeded with 0 if not given.
+        batch_size: rows in a forward pass.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: no cores, a core that stands under another hook point than its own or does not fit the model, or
+            labels are missing.
+    """
+    if not cores:
+        raise ValueError("There are no cores to try. Give one a hook point, as extract_cores does.")
+    for name, core in cores.items():
+        if core.hook_point != name:
+            raise ValueError(f"The core given for {name} lives at {core.hook_point}. Name it by core.hook_point.")
+        core.check_model(model)
+    edits = {name: rank_sweep(core, [core.rank]) for name, core in cores.items()}
+    results = edited_at_each(
+        model, samples, target, edits, side_effects=False, batch_size=batch_size, progress=progress
+    )
+    estimate = Bootstrap(score, samples, next(iter(results.values())), n_bootstrap, generator)
+
+    def scores(intervention: str) -> tuple[Estimate, ...]:
+        return tuple(estimate(results[name].edited[f"{intervention} {core.rank}"]) for name, core in cores.items())
+
+    sources = {(core.provenance.model_name, core.provenance.n_samples) for core in cores.values()}
+    return LayerSweep(
+        description=f"Cores of {', '.join(sorted({name for name, _ in sources}))}, target {describe(target)}",
+        chosen_on=f"{', '.join(sorted({str(n) for _, n in sources}))} samples",
+        judged_on=f"{len(samples)} samples in {len(samples.tokens)} sequences",
+        score=estimate.score.name,
+        higher_is_better=estimate.score.higher_is_better,
+        baseline=estimate(next(iter(results.values())).clean),
+        chance=estimate.chance,
+        hook_points=tuple(cores),
+        ranks=tuple(core.rank for core in cores.values()),
+        keep=scores("keep"),
+        remove=scores("remove"),
+        flip=scores("flip"),
+        restarted=all(result.restarted for result in results.values()),
+    )
