@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 import tyro
 
-from ace_lens.experiments.figures import plot_markov, plot_modular_addition
+from ace_lens.experiments.agreement import AgreementConfig, run_agreement
+from ace_lens.experiments.figures import plot_agreement, plot_markov, plot_modular_addition
 from ace_lens.experiments.markov import MarkovConfig, run_markov
 from ace_lens.experiments.modular_addition import ModularAdditionConfig, run_modular_addition
+from ace_lens.loading import LoadingError
 
 
 def markov(config: MarkovConfig) -> None:
@@ -51,22 +53,40 @@ def modular_addition(config: ModularAdditionConfig) -> None:
     )
 
 
-RUN = {MarkovConfig: markov, ModularAdditionConfig: modular_addition}
+def agreement(config: AgreementConfig) -> None:
+    """Run the agreement experiment; print its tables, write results, cores and figure."""
+    print(f"Reading {', '.join(config.model)} ...", flush=True)
+    start = time.perf_counter()
+    config.out.mkdir(parents=True, exist_ok=True)
+    results, cores = run_agreement(config)
+    results.save(config.out / "results.json")
+    for model, core in zip(results.models, cores, strict=True):
+        core.save(config.out / f"core-{model.name.replace('/', '--')}.safetensors")
+    plot_agreement(results).savefig(config.out / "agreement.png", dpi=200)
+    print(f"\n{results}\n")
+    print(
+        f"Took {time.perf_counter() - start:.0f} s. Written to {config.out}: results.json, agreement.png and "
+        f"{len(cores)} cores (core-*.safetensors)."
+    )
+
+
+RUN = {MarkovConfig: markov, ModularAdditionConfig: modular_addition, AgreementConfig: agreement}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `ace-lens --help` describes it."""
-    # Nothing here comes from a model hub, and a machine without a network should not wait for one.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     config = tyro.extras.subcommand_cli_from_dict(
-        {"markov": MarkovConfig, "modular-addition": ModularAdditionConfig},
+        {"markov": MarkovConfig, "modular-addition": ModularAdditionConfig, "agreement": AgreementConfig},
         prog="ace-lens",
         description="Find, prove and read algorithmic cores of transformers.",
         args=arguments,
     )
-    # A second thread makes models of this size slower.
-    torch.set_num_threads(1)
+    if not isinstance(config, AgreementConfig):
+        # Toy models do not come from a hub, and a machine without a network should not wait for one.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        # A second thread makes models of this size slower.
+        torch.set_num_threads(1)
     try:
         RUN[type(config)](config)
-    except ValueError as error:
+    except (ValueError, LoadingError, FileNotFoundError) as error:
         raise SystemExit(f"ace-lens: {error}") from error

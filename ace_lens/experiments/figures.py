@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ace_lens.experiments.agreement import AgreementResults, ModelResult
 from ace_lens.experiments.markov import MarkovResults
 from ace_lens.experiments.modular_addition import ModularAdditionResults
 from ace_lens.plots import COLUMN_WIDTH, style_axes
@@ -256,3 +257,76 @@ def _modes(axes: Axes, results: ModularAdditionResults) -> None:
     axes.set_ylabel("modes")
     axes.set_ylim(0, None)
     axes.legend(fontsize=6, frameon=False, loc="best")
+
+
+def plot_agreement(results: AgreementResults) -> Figure:
+    """The experiment in a row of panels a model, and one a pair of models.
+
+    ROC AUC of every layer under each intervention; the margin against the core coordinate; the score at the chosen
+    layer; and core coordinates of two models on the same prompts.
+    """
+    n_rows = len(results.models) + -(-len(results.pairs) // 3)
+    figure = Figure(figsize=(2 * COLUMN_WIDTH, 2.1 * n_rows), layout="constrained")
+    rows = figure.subplots(n_rows, 3, squeeze=False)
+    for (layers, knob, scores), model in zip(rows, results.models, strict=False):
+        _layers(layers, model)
+        style_axes(layers, model.name)
+        _knob(knob, model)
+        style_axes(knob, f"block {model.layer}, knob R2 {model.knob_r2:.2f}")
+        _agreement_scores(scores, model)
+        style_axes(scores, f"block {model.layer}")
+    places = rows[len(results.models) :].flatten()
+    by_name = {model.name: model for model in results.models}
+    for axes, pair in zip(places, results.pairs, strict=False):
+        first, second = (by_name[name] for name in pair.models)
+        _by_number(axes, first, first.coordinates, second.coordinates)
+        axes.set_xlabel(f"core of {first.name}")
+        axes.set_ylabel(f"core of {second.name}")
+        style_axes(axes, f"Spearman {pair.spearman:.2f}")
+    for axes in places[len(results.pairs) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def _layers(axes: Axes, model: ModelResult) -> None:
+    depth = [(row.layer + 1) / model.n_layers for row in model.sweep]
+    for name, line, shade in (("keep", "-", "black"), ("remove", "--", "black"), ("flip", "-", "0.55")):
+        heights = [getattr(row, name) for row in model.sweep]
+        low, high = zip(*(getattr(row, f"{name}_interval") for row in model.sweep), strict=True)
+        axes.fill_between(depth, low, high, color="0.9", linewidth=0, zorder=0)
+        axes.plot(depth, heights, line, color=shade, linewidth=1, label=name)
+    axes.axhline(model.base_auc, color="black", linestyle=":", linewidth=0.9, label="none")
+    axes.axvline((model.layer + 1) / model.n_layers, color="0.75", linewidth=0.7, zorder=0)
+    axes.set_xlabel("depth")
+    axes.set_ylabel("ROC AUC")
+    axes.set_ylim(0, 1.05)
+    axes.legend(fontsize=6, frameon=False, loc="lower left")
+
+
+def _knob(axes: Axes, model: ModelResult) -> None:
+    _by_number(axes, model, model.coordinates, model.margins)
+    axes.axhline(0, color="0.75", linewidth=0.7, zorder=0)
+    axes.set_xlabel("core coordinate")
+    axes.set_ylabel("margin")
+
+
+def _by_number(axes: Axes, model: ModelResult, x: Sequence[float], y: Sequence[float]) -> None:
+    """Held-out prompts as points, filled where the head is plural."""
+    plural = np.array(model.plural)
+    for mask, fill, label in ((plural, "black", "plural"), (~plural, "white", "singular")):
+        axes.scatter(
+            np.array(x)[mask], np.array(y)[mask], s=7, facecolor=fill, edgecolor="black", linewidth=0.5, label=label
+        )
+    axes.legend(fontsize=6, frameon=False, loc="best", handletextpad=0.1)
+
+
+def _agreement_scores(axes: Axes, model: ModelResult) -> None:
+    names = ("base", "keep", "remove", "flip")
+    heights = np.array([getattr(model, f"{name}_auc") for name in names])
+    bounds = np.array([getattr(model, f"{name}_interval") for name in names]).T
+    axes.bar(range(4), heights, color=["white", "0.75", "0.5", "0.2"], edgecolor="black", linewidth=0.7)
+    axes.errorbar(range(4), heights, np.abs(bounds - heights), fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+    axes.axhline(0.5, color="black", linestyle=":", linewidth=0.9)
+    axes.set_xticks(range(4), ("none", "keep", "remove", "flip"))
+    axes.set_ylabel("ROC AUC")
+    axes.set_ylim(0, 1.05)

@@ -1,0 +1,540 @@
+"""Subject-verb agreement in pretrained language models: one axis, found, flipped, and shared between models.
+
+After "The lamp near the chairs" a model has to say "is", not "are". A core of one dimension is extracted at every
+layer; the layer is chosen on training prompts; and what is reported comes from prompts that share neither nouns nor
+frames with those.
+"""
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import Tensor
+from tqdm import tqdm
+
+import ace_lens as ace
+from ace_lens.experiments.agreement_answers import answer_sets
+from ace_lens.experiments.agreement_files import load_prompts
+from ace_lens.experiments.agreement_prompts import AgreementPrompt, make_prompts, prompt_samples
+from ace_lens.experiments.language_models import LANGUAGE_MODELS, language_model
+from ace_lens.reports import Report
+
+COPULAS = {"is": False, "was": False, "are": True, "were": True}
+"""Whether a copula is plural."""
+CHOOSING = 0.3
+"""The share of training prompts that choose the layer; the others are what cores are extracted from."""
+CONTROL_PROMPTS = 100
+N_DRAWS = 16
+TRANSFERRED = 400
+"""At most so many prompts of a further file are tried."""
+
+
+@dataclass(frozen=True)
+class AgreementConfig:
+    """Find, flip and compare the axis of grammatical number in language models."""
+
+    model: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    """A model: a name of this library's settings (gpt2-small, gpt2-medium, gpt2-large, llama-3.1-8b, gemma-2-9b,
+    qwen2.5-32b), a name on the Hugging Face hub, a folder, or a GGUF file. Several models are compared."""
+    prompts: Path | None = None
+    """Prompts of your own in place of those made here: BLiMP or prefix/answer JSON lines, or CSV. Half of them, drawn
+    at random, are held out."""
+    transfer: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
+    """Further files of prompts, on which the same cores are tried without refitting."""
+    out: Path = Path("ace-lens-agreement")
+    """Folder for results.json, the cores and the figure."""
+    n_prompts: int = 200
+    """Prompts of each number, as many for training as held out."""
+    n_continued: int = 40
+    """Held-out prompts of each number that are continued, plainly and flipped."""
+    n_new_tokens: int = 12
+    """Tokens in a continuation."""
+    batch_size: int | None = None
+    """Prompts in a forward pass; by default as this library's settings have it, or 64."""
+    seed: int = 0
+    """Draws prompts, resamples, permutations and controls."""
+    progress: bool = True
+    """Show progress bars."""
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """ROC AUC on held-out prompts with interventions on the core of one layer; intervals are 95%, over prompts."""
+
+    layer: int
+    keep: float
+    keep_interval: tuple[float, float]
+    remove: float
+    remove_interval: tuple[float, float]
+    flip: float
+    flip_interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model writes after a prompt, and what it writes with its core flipped at every token."""
+
+    prompt: str
+    clean: str
+    flipped: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Greedy continuations of held-out prompts.
+
+    Arguments:
+        n_prompts: prompts continued.
+        n_right: those whose plain continuation has a copula, in the head's number.
+        n_changed: those of them whose flipped continuation has a copula, in the other number.
+        changed: n_changed / n_right.
+        clean_perplexity: of plain continuations under the plain model.
+        flipped_perplexity: of flipped continuations under the plain model.
+        examples: the first few of them.
+    """
+
+    n_prompts: int
+    n_right: int
+    n_changed: int
+    changed: float
+    clean_perplexity: float
+    flipped_perplexity: float
+    examples: tuple[Continuation, ...]
+
+
+@dataclass(frozen=True)
+class TransferRow:
+    """ROC AUC of a core on prompts of another source, without refitting."""
+
+    file: str
+    n_prompts: int
+    base: ace.Estimate
+    keep: ace.Estimate
+    remove: ace.Estimate
+    flip: ace.Estimate
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """What was found in one model. Scores are ROC AUC on held-out prompts, intervals 95% over prompts.
+
+    Arguments:
+        name: the model.
+        n_layers: its blocks.
+        layer: the block behind which the core lies, chosen on training prompts.
+        left_out: verbs that are several tokens, with their tokens, and so were left out of the margin.
+        base_auc: without intervention; and so on for `keep_auc`, `remove_auc`, `flip_auc`, at that layer.
+        knob_r2: R^2 of the margin, as a line in the core coordinate that is fitted on training prompts.
+        outside_kl: KL(plain || edited) in nats over tokens other than the verbs, for keep, remove and flip.
+        sweep: every layer.
+        controls: other subspaces of one dimension at the chosen layer.
+        generation: continuations with the core flipped.
+        transfer: the same core on prompts of other sources.
+        coordinates: the core coordinate of each held-out prompt.
+        margins: the margin of each held-out prompt, without intervention.
+        plural: whether the head of each held-out prompt is plural.
+    """
+
+    name: str
+    n_layers: int
+    layer: int
+    left_out: dict[str, tuple[str, ...]]
+    base_auc: float
+    base_interval: tuple[float, float]
+    keep_auc: float
+    keep_interval: tuple[float, float]
+    remove_auc: float
+    remove_interval: tuple[float, float]
+    flip_auc: float
+    flip_interval: tuple[float, float]
+    knob_r2: float
+    outside_kl: dict[str, float]
+    sweep: list[SweepRow]
+    controls: ace.Controls
+    generation: Generation
+    transfer: list[TransferRow]
+    coordinates: list[float]
+    margins: list[float]
+    plural: list[bool]
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """How alike the cores of two models are, on the same held-out prompts.
+
+    Arguments:
+        models: their names.
+        spearman: the rank correlation of core coordinates.
+        interval: its 95% interval.
+        p: the share of shuffled prompts that correlate at least as strongly.
+        random_spearman: the largest absolute correlation of random axes of the first model with the second's core.
+        transplants: the first model's core into the second, and the second's into the first.
+    """
+
+    models: tuple[str, str]
+    spearman: float
+    interval: tuple[float, float]
+    p: float
+    random_spearman: float
+    transplants: tuple[ace.Transplant, ace.Transplant]
+
+
+@dataclass(frozen=True)
+class AgreementResults(Report):
+    """The experiment's results, as they stand in results.json."""
+
+    config: dict[str, Any]
+    models: list[ModelResult]
+    pairs: list[PairResult] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = ["Subject-verb agreement: ROC AUC of the margin between plural and singular verbs on held-out prompts,"]
+        lines += ["95% intervals. Layers were chosen on training prompts.", ""]
+        width = max(len(model.name) for model in self.models)
+        titles = "  ".join(f"{title:<20}" for title in ("none", "keep", "remove", "flip"))
+        lines.append(f"{'model':<{width}}  {'layer':<7}  {titles}  {'knob R2':>7}")
+        for model in self.models:
+            cells = "  ".join(
+                f"{f'{value:.3f} [{low:.3f}, {high:.3f}]':<20}"
+                for value, (low, high) in (
+                    (getattr(model, f"{name}_auc"), getattr(model, f"{name}_interval"))
+                    for name in ("base", "keep", "remove", "flip")
+                )
+            )
+            layer = f"{model.layer}/{model.n_layers}"
+            lines.append(f"{model.name:<{width}}  {layer:<7}  {cells}  {model.knob_r2:>7.3f}")
+        for model in self.models:
+            lines += ["", *_model_lines(model)]
+        if self.pairs:
+            lines += ["", "Core coordinates of two models on the same held-out prompts:"]
+        for pair in self.pairs:
+            low, high = pair.interval
+            lines.append(
+                f"{' and '.join(pair.models)}: Spearman {pair.spearman:.3f} [{low:.3f}, {high:.3f}], p = {pair.p:.2g}; "
+                f"random axes reach {pair.random_spearman:.3f}"
+            )
+            for receiver, transplant in zip(reversed(pair.models), pair.transplants, strict=True):
+                lines.append(
+                    f"  transplanted into {receiver}: {transplant.transplanted} (its own {transplant.baseline}, "
+                    f"shuffled {transplant.shuffled}, random donor {transplant.from_random})"
+                )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _model_lines(model: ModelResult) -> list[str]:
+    generation = model.generation
+    lines = [f"{model.name}, block {model.layer}: controls of one dimension"]
+    lines += [f"  {'subspace':<22}  {'keep':<22}  {'remove':<22}  {'flip'}"]
+    for row in model.controls.rows:
+        cells = "  ".join(f"{f'{getattr(row, name):.3f}':<22}" for name in ("keep", "remove", "flip"))
+        lines.append(f"  {row.name:<22}  {cells}")
+    kl = ", ".join(f"{name} {value:.3f}" for name, value in model.outside_kl.items())
+    lines.append(f"KL over all other tokens: {kl}")
+    if model.left_out:
+        split = ", ".join(f"{verb!r} {list(pieces)}" for verb, pieces in model.left_out.items())
+        lines.append(f"left out of the margin, being several tokens: {split}")
+    for row in model.transfer:
+        lines.append(
+            f"{row.file} ({row.n_prompts} prompts): none {row.base}, keep {row.keep}, remove {row.remove}, "
+            f"flip {row.flip}"
+        )
+    lines.append(
+        f"greedy continuations: {generation.n_right} of {generation.n_prompts} have a copula in the head's number; "
+        f"flipped, {generation.n_changed} of those have one in the other ({generation.changed:.0%})"
+    )
+    lines.append(
+        f"perplexity under the plain model: {generation.clean_perplexity:.1f} plain, "
+        f"{generation.flipped_perplexity:.1f} flipped"
+    )
+    for example in generation.examples:
+        lines += [
+            f"  {example.prompt}",
+            f"    plain    {_marked(example.clean)}",
+            f"    flipped  {_marked(example.flipped)}",
+        ]
+    return lines
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A model with its core, and the samples of the same prompts in its own tokens."""
+
+    result: ModelResult
+    model: Any
+    core: ace.Core
+    target: ace.LogitMargin
+    train: ace.Samples
+    held_out: ace.Samples
+    batch_size: int
+
+
+def run_agreement(config: AgreementConfig) -> tuple[AgreementResults, list[ace.Core]]:
+    """Find the core of every model, prove it on held-out prompts, and compare the models.
+
+    Raises:
+        ValueError: no model, or prompts of one number only.
+        LoadingError: a model that cannot be had.
+    """
+    if not config.model:
+        raise ValueError("Name a model: --model gpt2-small, a name on the hub, a folder, or a GGUF file.")
+    generator = torch.Generator().manual_seed(config.seed)
+    train, held_out = _prompts(config, generator)
+    transfer = {path.name: _some(load_prompts(path), TRANSFERRED, generator) for path in config.transfer}
+    found = [_find(config, spec, train, held_out, transfer) for spec in config.model]
+    pairs = [_compare(first, second, config.seed) for first, second in itertools.combinations(found, 2)]
+    about = {
+        "model": list(config.model),
+        "prompts": None if config.prompts is None else config.prompts.name,
+        "n_train": len(train),
+        "n_held_out": len(held_out),
+        "seed": config.seed,
+    }
+    return AgreementResults(about, [each.result for each in found], pairs), [each.core for each in found]
+
+
+def _prompts(
+    config: AgreementConfig, generator: torch.Generator
+) -> tuple[list[AgreementPrompt], list[AgreementPrompt]]:
+    """Training and held-out prompts."""
+    if config.prompts is None:
+        train, held_out = (make_prompts(config.n_prompts, held_out=half, generator=generator) for half in (False, True))
+        return train, held_out
+    prompts = _some(load_prompts(config.prompts), 4 * config.n_prompts, generator)
+    if {prompt.plural for prompt in prompts} != {False, True}:
+        raise ValueError(f"{config.prompts} has prompts of one number only. Give heads of both numbers.")
+    return prompts[::2], prompts[1::2]
+
+
+def _some(prompts: Sequence[AgreementPrompt], at_most: int, generator: torch.Generator) -> list[AgreementPrompt]:
+    """Prompts in random order, each text once: files list one for every verb."""
+    once = list({prompt.text: prompt for prompt in prompts}.values())
+    return [once[index] for index in torch.randperm(len(once), generator=generator)[:at_most].tolist()]
+
+
+def _find(
+    config: AgreementConfig,
+    spec: str,
+    train: list[AgreementPrompt],
+    held_out: list[AgreementPrompt],
+    transfer: dict[str, list[AgreementPrompt]],
+) -> _Found:
+    settings = language_model(spec) if spec in LANGUAGE_MODELS else None
+    model = ace.load_model(spec) if settings is None else settings.load()
+    batch_size = config.batch_size or (settings.batch_size if settings else 64)
+    options = {"batch_size": batch_size, "progress": config.progress}
+    verbs = answer_sets(model, leave_out_split=True)
+    target = verbs.margin(model)
+    # Twins stand side by side in what is made here, and stay together.
+    n_fit = 2 * round((1 - CHOOSING) * len(train) / 2)
+    fit, choose = prompt_samples(model, train[:n_fit]), prompt_samples(model, train[n_fit:])
+    whole, judge = prompt_samples(model, train), prompt_samples(model, held_out)
+
+    hook_points = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
+    trial = ace.extract_cores(model, fit, target, hook_points, rank=1, **options)
+    layer = _best_layer(ace.sweep_layers(model, trial, choose, target, **options))
+    # The layer is chosen; now every training prompt counts.
+    cores = ace.extract_cores(model, whole, target, hook_points, rank=1, **options)
+    sweep = ace.sweep_layers(model, cores, judge, target, **options)
+    core = cores[hook_points[layer]]
+    verdict = ace.validate(model, core, judge, target, **options)
+    controls = ace.compare_with_controls(
+        model,
+        core,
+        _first(judge, CONTROL_PROMPTS),
+        target,
+        fit=_first(whole, CONTROL_PROMPTS),
+        n_draws=N_DRAWS,
+        n_steps=50,
+        generator=torch.Generator().manual_seed(config.seed),
+        **options,
+    )
+    coordinates, margins = _knob(model, core, judge, target, batch_size)
+    slope, offset = _line(*_knob(model, core, whole, target, batch_size))
+    residual = margins - (slope * coordinates + offset)
+    base, keep, remove, flip = verdict.baseline, verdict.keep[0], verdict.remove[0], verdict.flip[0]
+    result = ModelResult(
+        name=_name(spec),
+        n_layers=model.cfg.n_layers,
+        layer=layer,
+        left_out=verbs.left_out,
+        base_auc=base.value,
+        base_interval=(base.low, base.high),
+        keep_auc=keep.value,
+        keep_interval=(keep.low, keep.high),
+        remove_auc=remove.value,
+        remove_interval=(remove.low, remove.high),
+        flip_auc=flip.value,
+        flip_interval=(flip.low, flip.high),
+        knob_r2=1 - float(residual.square().mean() / margins.var(correction=0)),
+        outside_kl={name: values[0] for name, values in verdict.outside_kl.items()},
+        sweep=[_sweep_row(sweep, index) for index in range(len(hook_points))],
+        controls=controls,
+        generation=_generate(model, core, held_out[: 2 * config.n_continued], judge, config),
+        transfer=[_transferred(model, core, target, name, prompts, batch_size) for name, prompts in transfer.items()],
+        coordinates=coordinates.tolist(),
+        margins=margins.tolist(),
+        plural=[prompt.plural for prompt in held_out],
+    )
+    return _Found(result, model, core, target, whole, judge, batch_size)
+
+
+def _name(spec: str) -> str:
+    """What a model is called in reports: its own name rather than where it lies."""
+    path = Path(spec)
+    return path.stem if path.suffix == ".gguf" else path.name if path.exists() else spec
+
+
+def _first(samples: ace.Samples, n: int) -> ace.Samples:
+    return samples[: min(n, len(samples))]
+
+
+def _best_layer(sweep: ace.LayerSweep) -> int:
+    """Where keeping, flipping and removing are nearest to what they are for a core: 1, 0 and chance."""
+    scores = zip(sweep.keep, sweep.remove, sweep.flip, strict=True)
+    merits = [keep.value - flip.value - abs(remove.value - 0.5) for keep, remove, flip in scores]
+    return merits.index(max(merits))
+
+
+def _sweep_row(sweep: ace.LayerSweep, layer: int) -> SweepRow:
+    fields: dict[str, Any] = {}
+    for name in ("keep", "remove", "flip"):
+        estimate = getattr(sweep, name)[layer]
+        fields |= {name: estimate.value, f"{name}_interval": (estimate.low, estimate.high)}
+    return SweepRow(layer=layer, **fields)
+
+
+def _knob(
+    model: Any, core: ace.Core, samples: ace.Samples, target: ace.LogitMargin, batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Core coordinate and margin of each sample, without intervention."""
+    coordinates, margins = (
+        torch.empty(len(samples), dtype=torch.float64),
+        torch.empty(len(samples), dtype=torch.float64),
+    )
+    for paused in ace.paused_passes(model, samples, core.hook_point, batch_size=batch_size):
+        coordinates[paused.index] = core.coordinates(paused.activations)[:, 0].double().cpu()
+        margins[paused.index] = target(paused.logits.float())[:, 0].double().cpu()
+    return coordinates, margins
+
+
+def _line(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and offset of the least-squares line."""
+    slope = ((x - x.mean()) * (y - y.mean())).mean() / x.var(correction=0)
+    return slope, y.mean() - slope * x.mean()
+
+
+def _transferred(
+    model: Any, core: ace.Core, target: ace.LogitMargin, name: str, prompts: list[AgreementPrompt], batch_size: int
+) -> TransferRow:
+    verdict = ace.validate(model, core, prompt_samples(model, prompts), target, batch_size=batch_size)
+    return TransferRow(name, len(prompts), verdict.baseline, verdict.keep[0], verdict.remove[0], verdict.flip[0])
+
+
+def _generate(
+    model: Any, core: ace.Core, prompts: list[AgreementPrompt], samples: ace.Samples, config: AgreementConfig
+) -> Generation:
+    texts = [prompt.text for prompt in prompts]
+    clean = _continued(model, texts, samples.prepend_bos, config)
+    with ace.SignFlipSteerer(core).attach(model):
+        flipped = _continued(model, texts, samples.prepend_bos, config)
+    right = [_number(text) == prompt.plural for text, prompt in zip(clean, prompts, strict=True)]
+    changed = [
+        ok and _number(text) == (not prompt.plural) for ok, text, prompt in zip(right, flipped, prompts, strict=True)
+    ]
+    examples = tuple(
+        Continuation(text, before, after)
+        for ok, text, before, after in zip(right, texts, clean, flipped, strict=True)
+        if ok
+    )
+    return Generation(
+        n_prompts=len(prompts),
+        n_right=sum(right),
+        n_changed=sum(changed),
+        changed=sum(changed) / max(1, sum(right)),
+        clean_perplexity=_perplexity(model, texts, clean),
+        flipped_perplexity=_perplexity(model, texts, flipped),
+        examples=examples[:6],
+    )
+
+
+def _continued(model: Any, texts: list[str], prepend_bos: bool | None, config: AgreementConfig) -> list[str]:
+    """Greedy continuations; prompts of one length share a batch, so that nothing is padded."""
+    rows = [model.to_tokens(text, prepend_bos=prepend_bos)[0] for text in texts]
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        by_length[len(row)].append(index)
+    found = [""] * len(texts)
+    for length, indices in tqdm(by_length.items(), "Continuing", leave=False, disable=not config.progress):
+        tokens = model.generate(
+            torch.stack([rows[index] for index in indices]),
+            max_new_tokens=config.n_new_tokens,
+            do_sample=False,
+            return_type="tokens",
+            verbose=False,
+        )
+        for index, row in zip(indices, tokens[:, length:].tolist(), strict=True):
+            found[index] = model.tokenizer.decode(row, skip_special_tokens=True)
+    return found
+
+
+def _number(text: str) -> bool | None:
+    """Whether the first copula of a text is plural; None without one."""
+    match = re.search(r"\b(is|are|was|were)\b", text)
+    return None if match is None else COPULAS[match[1]]
+
+
+def _marked(text: str) -> str:
+    """The text on one line, with its copulas between asterisks."""
+    return re.sub(r"\b(is|are|was|were)\b", r"*\1*", " ".join(text.split()))
+
+
+def _perplexity(model: Any, texts: list[str], continuations: list[str]) -> float:
+    """Of the continuations, given the prompts."""
+    pairs = [(text, text + more) for text, more in zip(texts, continuations, strict=True) if more.strip()]
+    samples = ace.Samples.from_text(model, [whole for _, whole in pairs])
+    starts = torch.tensor([model.to_tokens(text, prepend_bos=samples.prepend_bos).shape[1] for text, _ in pairs])
+    inside = samples.position >= starts[samples.sequence] - 1
+    return ace.text_perplexity(model, samples[inside.nonzero()[:, 0]])
+
+
+def _compare(first: _Found, second: _Found, seed: int) -> PairResult:
+    generator = torch.Generator().manual_seed(seed)
+    coordinates = [torch.tensor(each.result.coordinates, dtype=torch.float64) for each in (first, second)]
+    correlation = ace.spearman(*coordinates, generator=generator)
+    activations = torch.empty(len(first.held_out), first.core.d_model, dtype=torch.float64)
+    for paused in ace.paused_passes(first.model, first.held_out, first.core.hook_point, batch_size=first.batch_size):
+        activations[paused.index] = paused.activations.double().cpu()
+    axes = torch.randn(N_DRAWS, first.core.d_model, generator=generator, dtype=torch.float64)
+    random = [
+        ace.spearman(activations @ axis, coordinates[1], n_resamples=1, generator=generator).rho.value for axis in axes
+    ]
+    transplants = tuple(
+        ace.transplant(
+            donor.model,
+            donor.core,
+            receiver.model,
+            receiver.core,
+            receiver.held_out,
+            receiver.target,
+            fit=receiver.train,
+            donor_samples=donor.held_out,
+            donor_fit=donor.train,
+            generator=generator,
+            batch_size=receiver.batch_size,
+        )
+        for donor, receiver in ((first, second), (second, first))
+    )
+    return PairResult(
+        models=(first.result.name, second.result.name),
+        spearman=correlation.rho.value,
+        interval=(correlation.rho.low, correlation.rho.high),
+        p=correlation.p,
+        random_spearman=max(abs(value) for value in random),
+        transplants=(transplants[0], transplants[1]),
+    )
