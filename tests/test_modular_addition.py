@@ -1,6 +1,7 @@
 """The modular addition experiment on small moduli: what it refuses, what it writes, and that nothing of it is lost."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,3 +144,43 @@ def test_a_table_a_figure_and_a_composite_modulus(tmp_path, capsys):
 def test_errors_on_the_command_line_are_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"^ace-lens: Addition modulo 2 has no cycle to find"):
         main(["modular-addition", "--period", "2", "--out", str(tmp_path)])
+
+
+RESULTS = Path(__file__).parents[1] / "tutorials" / "modular-addition"
+
+
+def test_the_results_in_the_repository_are_what_the_readme_says():
+    """The paper's architecture: condensed at grokking, inflated by weight decay, and not without it."""
+    assert sum(path.stat().st_size for path in RESULTS.glob("*.json")) < 1_000_000
+    results = ModularAdditionResults.load(RESULTS / "post-norm.json")
+    assert results.config["normalization"] == "post"
+    assert results.trajectory[-1].epoch >= 6000
+    points = {point.epoch: point for point in results.trajectory}
+    grokked, last = points[results.grok_epoch], results.trajectory[-1]
+    assert points[100].unit_circle < 0.2
+    assert points[600].rank == 15
+    condensed = points[2000]
+    assert condensed.rank == condensed.r_nec == 2 * len(condensed.modes) == 14
+    assert condensed.unit_circle == 1
+    assert last.r_nec >= 2 * grokked.r_nec
+    assert last.r_suf <= 1.5 * grokked.r_suf
+    assert max(point.r_nec for point in results.branch) <= 14
+    assert {len(point.modes) for point in results.branch} == {7}
+    assert max(len(point.modes) for point in results.trajectory if point.epoch > 4000) == 10
+
+
+def test_without_normalisation_the_core_stays_condensed():
+    results = ModularAdditionResults.load(RESULTS / "no-norm.json")
+    assert (results.config["normalization"], results.config["seed"]) == ("none", 1)
+    assert results.trajectory[-1].epoch >= 4000
+    assert results.trajectory[0].unit_circle < 0.2
+    for point in results.trajectory:
+        if point.epoch >= results.grok_epoch:
+            assert point.test_accuracy >= 0.99
+            assert point.rank == 2 * len(point.modes) == 6
+            assert abs(point.r_suf - point.rank) <= 1
+            assert abs(point.r_nec - point.rank) <= 1
+            assert point.unit_circle == 1
+            assert point.r2 >= 0.95
+            assert abs(point.keep - point.test_accuracy) <= 0.005
+            assert point.remove <= 2 / 53

@@ -1,6 +1,7 @@
 """Figures of the experiments, readable in black and white."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -131,7 +132,8 @@ def plot_modular_addition(results: ModularAdditionResults) -> Figure:
     between them; and the modes, with and without weight decay.
     """
     figure = Figure(figsize=(2 * COLUMN_WIDTH, 6.6), layout="constrained")
-    top, middle, bottom = figure.subfigures(3, 1)
+    subfigures: Any = figure.subfigures(3, 1)
+    top, middle, bottom = subfigures
     points = results.trajectory
     epochs = [point.epoch for point in points]
     left, right = top.subplots(1, 2)
@@ -170,7 +172,14 @@ def _accuracy_and_rank(axes: Axes, epochs: list[int], points: Sequence[Trajector
     style_axes(beside)
     beside.spines["right"].set_visible(True)
     handles = [*axes.get_lines(), *beside.get_lines()]
-    beside.legend(handles, [str(h.get_label()) for h in handles], fontsize=6, frameon=False, loc="center right")
+    beside.legend(
+        handles,
+        [str(handle.get_label()) for handle in handles],
+        fontsize=6,
+        frameon=False,
+        loc="upper right",
+        bbox_to_anchor=(1, 0.93),
+    )
 
 
 def _keep_and_remove(axes: Axes, epochs: list[int], points: Sequence[TrajectoryPoint], period: int) -> None:

@@ -214,14 +214,15 @@ def run_modular_addition(config: ModularAdditionConfig) -> ModularAdditionResult
         ValueError: a task that cannot be, or a folder that holds a run of another configuration.
     """
     config = config.resolved()
+    epochs, branches_at = config.epochs or 0, config.branch_at or 0
     pairs, sums = addition_pairs(config.period)
     trained, held_out = split_pairs(config.period, config.train_fraction, torch.Generator().manual_seed(config.seed))
     _claim(config)
-    stops = PRESETS[config.preset].stops(config.epochs)
-    decayed = Recipe(config.epochs, LEARNING_RATE, config.weight_decay, BATCH_SIZE, config.seed)
-    runs = {"checkpoints": (decayed, None)}
-    if config.branch_at:
-        runs["branch"] = (replace(decayed, weight_decay=0.0), config.branch_at)
+    stops = PRESETS[config.preset].stops(epochs)
+    decayed = Recipe(epochs, LEARNING_RATE, config.weight_decay, BATCH_SIZE, config.seed)
+    runs = {"checkpoints": (decayed, 0)}
+    if branches_at:
+        runs["branch"] = (replace(decayed, weight_decay=0.0), branches_at)
 
     # Only the last position answers.
     labels = torch.stack([torch.full_like(sums, IGNORED), sums], 1)
@@ -239,11 +240,14 @@ def run_modular_addition(config: ModularAdditionConfig) -> ModularAdditionResult
             branch_from=_checkpoint_at(config.out / "checkpoints", branch_at) if branch_at else None,
             progress=config.progress,
         )
-        parts = (ace.Samples.from_tokens(pairs[index], "last", labels=sums[index]) for index in (trained, held_out))
+        seen, unseen = (
+            ace.Samples.from_tokens(pairs[index], "last", labels=sums[index]) for index in (trained, held_out)
+        )
         models = _models(config, name, set(stops))
         trajectories[name] = ace.track_core(
             models,
-            *parts,
+            seen,
+            unseen,
             TARGET,
             HOOK_POINT,
             period=config.period,
