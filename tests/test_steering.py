@@ -100,9 +100,9 @@ def test_smallest_flips_say_what_is_wrong(native, tokens):
     samples, core = ace.Samples.from_tokens(tokens), random_core(1)
     with pytest.raises(ValueError, match=r"sign of one output, but CentredLogits\(\[3, 5\]\) has 2. .* a LogitMargin"):
         ace.smallest_flips(native, core, samples, ace.CentredLogits([3, 5]))
-    with pytest.raises(ValueError, match="NaN or infinite, so they have no sign to turn. Likely cause: overflow"):
+    with pytest.raises(ValueError, match=r"NaN or infinite, so they have no sign to turn. Likely cause: overflow"):
         ace.smallest_flips(native, core, samples, lambda logits: logits[:, :1] / 0)
-    with pytest.raises(ValueError, match="up to the largest, which 0 does not lie above"):
+    with pytest.raises(ValueError, match=r"up to the largest, which 0.0 does not lie above"):
         ace.smallest_flips(native, core, samples, margin(native), largest=0.0)
     with pytest.raises(ValueError, match="width 16"):
         ace.smallest_flips(native, random_core(1, d_model=16), samples, margin(native))
@@ -116,7 +116,7 @@ def test_a_strength_for_each_row_is_each_row_by_itself():
     for row, strength in enumerate([0.5, 0.0, 0.0, 2.0]):
         assert torch.equal(edited[row], ace.SignFlipSteerer(core, strength)(activation)[row])
     assert torch.equal(edited[1], activation[1])
-    assert torch.equal(ace.SignFlipSteerer(core, strengths).apply(activation[:, 2]), edited[:, 2])
+    torch.testing.assert_close(ace.SignFlipSteerer(core, strengths).apply(activation[:, 2]), edited[:, 2])
     assert torch.equal(
         ace.SignFlipSteerer(core, torch.tensor(2.0))(activation), ace.SignFlipSteerer(core, 2.0)(activation)
     )
@@ -196,14 +196,14 @@ def test_flips_one_after_the_other_cancel_and_a_band_does_not(gpt2, tokens):
 
     plain = margins([])
     once = margins(ace.plain_flip(cores[LAYERS[1]])(samples))
-    assert (once - plain).abs().min() > 0.1
+    assert (once - plain).abs().mean() > 0.3
     twice = margins([hook for core in cores.values() for hook in ace.plain_flip(core)(samples)])
     torch.testing.assert_close(twice, plain, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(margins(ace.band_flip(gpt2, cores)(samples)), once, rtol=1e-4, atol=1e-4)
 
 
 def test_a_band_of_other_cores_is_refused(native):
-    with pytest.raises(ValueError, match="no cores to try. Give one a hook point, as extract_cores does"):
+    with pytest.raises(ValueError, match=r"no cores to try. Give one a hook point, as extract_cores does"):
         ace.band_flip(native, {})
     with pytest.raises(ValueError, match=r"given for blocks\.0\.hook_resid_post lives at blocks\.1\.hook_resid_post"):
         ace.band_flip(native, {LAYERS[0]: random_core(1)})
@@ -245,28 +245,27 @@ def test_without_hooks_greedy_text_is_the_model_s_own(speaker):
 
 
 def test_a_text_ends_at_the_end_of_text_and_others_go_on(speaker):
-    counts = []
+    third = prompt_tokens(speaker, PROMPTS[2])[0]
+    rows_left = []
 
-    def end_after(samples):
-        """The third prompt, of two tokens, ends with its second new token; no other one ever does."""
-        counts.append(len(samples))
+    def says(token):
+        return 100 * speaker.W_U[:, token]
+
+    def end_the_third(samples):
+        """After its first new token; at every other step of every prompt, the word is 7."""
+        rows_left.append(len(samples))
         lengths = samples.attention_mask.sum(1)
         ends = (samples.tokens[:, 1] == third[1]) & (lengths == len(third) + 1)
-        logits = torch.zeros(len(samples), samples.tokens.shape[1], len(speaker.tokenizer))
-        logits[:, :, 7] = 1
-        logits[ends, :, 0] = 2
-        return [("unembed.hook_out" if "unembed.hook_out" in speaker.hook_dict else "hook_unembed", put(logits))]
+        residual = torch.where(ends[:, None, None], says(0), says(7)).expand(-1, samples.tokens.shape[1], -1)
+        return [(LAYERS[-1], lambda activation, hook: residual)]
 
-    def put(logits):
-        return lambda activation, hook: logits
-
-    third = prompt_tokens(speaker, PROMPTS[2])[0]
-    if "hook_unembed" not in speaker.hook_dict and "unembed.hook_out" not in speaker.hook_dict:
-        pytest.skip("this model has no hook point at its logits")
     word = speaker.tokenizer.decode([7])
-    found = ace.generate_steered(speaker, PROMPTS, end_after, max_new_tokens=4)
+    found = ace.generate_steered(speaker, PROMPTS, end_the_third, max_new_tokens=4)
     assert found == [4 * word, 4 * word, word, 4 * word]
-    assert counts == [4, 4, 3, 3]
+    assert rows_left == [4, 4, 3, 3]
+    rows_left.clear()
+    assert ace.generate_steered(speaker, PROMPTS[2:3], end_the_third, max_new_tokens=4) == [word]
+    assert rows_left == [1, 1]
 
 
 def test_samples_are_drawn_by_the_generator_alone(speaker):
@@ -308,30 +307,29 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(gpt2):
         assert abs(share - wanted) < 4 * (wanted * (1 - wanted) / 400) ** 0.5
 
 
-def test_adaptive_flips_turn_the_margin_at_every_token(speaker):
+def test_adaptive_flips_turn_the_margin_at_every_token_and_go_no_further(speaker):
     train = ace.Samples.from_prompts(speaker, PROMPTS)
-    core = ace.extract_core(speaker, train, margin(speaker), LAYERS[1], rank=2)
+    core = ace.extract_core(speaker, train, margin(speaker), LAYERS[2], rank=2)
     adaptive = ace.adaptive_flip(speaker, core, margin(speaker))
-    turned = []
+    seen = []
 
-    @torch.no_grad()
     def steer(samples):
-        rows = [row[None] for row in real_rows(samples)]
-        clean = torch.cat([margin(speaker)(speaker(row)[:, -1])[:, 0] for row in rows])
-        hooks = adaptive(samples)
-        steered = samples.at(
-            speaker.run_with_hooks(samples.tokens, attention_mask=samples.attention_mask, fwd_hooks=list(hooks))
-        )
-        turned.append(torch.stack([clean, margin(speaker)(steered)[:, 0]]))
+        outputs = []
+        for hooks in ([], adaptive(samples), ace.plain_flip(core)(samples)):
+            with torch.no_grad(), speaker.hooks(fwd_hooks=list(hooks)):
+                logits = speaker(samples.tokens, attention_mask=samples.attention_mask)
+            outputs.append(margin(speaker)(samples.at(logits))[:, 0])
+        strengths = ace.smallest_flips(speaker, core, samples, margin(speaker))
+        seen.append(torch.stack([*outputs, strengths]))
         return adaptive(samples)
 
     text = ace.generate_steered(speaker, PROMPTS, steer, max_new_tokens=5)
-    clean, steered = torch.cat(turned, 1)
-    strengths_found = clean.sign() != steered.sign()
-    assert strengths_found.float().mean() > 0.5
-    # No further across than the tolerance explains; what cannot be turned is not touched.
-    assert (steered[strengths_found].abs() < 0.1 * clean.abs().max()).all()
-    torch.testing.assert_close(steered[~strengths_found], clean[~strengths_found], rtol=1e-4, atol=1e-4)
+    clean, steered, flipped, strengths = torch.cat(seen, 1)
+    turned = clean.sign() != steered.sign()
+    assert torch.equal(turned, ~strengths.isnan())
+    assert turned.sum() > 2
+    assert steered[turned].abs().max() < 0.02 * flipped.abs().max()
+    torch.testing.assert_close(steered[~turned], clean[~turned], rtol=1e-4, atol=1e-4)
     assert text == ace.generate_steered(speaker, PROMPTS, adaptive, max_new_tokens=5)
 
 
@@ -424,5 +422,5 @@ def test_generation_says_what_is_wrong(gpt2, native):
         generate(prompts="The keys")
     with pytest.raises(ValueError, match="has no tokenizer"):
         generate(model=native)
-    with pytest.raises(ValueError, match="steered pass are NaN. Likely causes: overflow in float16"):
+    with pytest.raises(ValueError, match=r"steered pass are NaN. Likely causes: overflow in float16"):
         generate(steer=ace.plain_flip(random_core(2), float("nan")))
