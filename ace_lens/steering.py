@@ -12,11 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ace_lens.core import Core, check_cores
-from ace_lens.downstream import PausedPass, paused_at_each, paused_passes
-from ace_lens.hooks import CoordinateSetter, SignFlipSteerer
+from ace_lens.downstream import PausedPass, paused_passes
+from ace_lens.hooks import CoordinateSetter, CoreHook, SignFlipSteerer
 from ace_lens.models import FwdHooks, HookedModel, run
 from ace_lens.samples import Samples
-from ace_lens.shapes import typed
 from ace_lens.targets import Target, describe, task_outputs
 
 Steer: TypeAlias = Callable[[Samples], FwdHooks]
@@ -27,10 +26,10 @@ _N_PARTS = 16
 _N_ROUNDS = 3
 # The logits of more than a few strengths over a large vocabulary take much memory.
 _STRENGTHS_AT_ONCE = 4
+_ROWS_AT_ONCE = 64
 
 
 @torch.no_grad()
-@typed
 def smallest_flips(
     model: HookedModel,
     core: Core,
@@ -45,8 +44,8 @@ def smallest_flips(
     Strengths are those of `SignFlipSteerer`, h -> h - 2 s P (h - mu), at the sample's own position. They are looked for
     at 16 even steps up to the largest, and within the first step that ends on the other side again, to 1/4096 of the
     largest. What is given lies on the other side; an excursion there and back within one of the 16 steps goes unseen.
-    Where the model can be restarted at the core's hook point, the prompts run once and each strength costs what lies
-    behind it for one token; see `paused_passes`.
+    Where the model can be restarted at the core's hook point, the prompts run once and each strength costs one token,
+    from there on; see `paused_passes`.
 
     Arguments:
         model: the model.
@@ -148,16 +147,19 @@ def band_flip(model: HookedModel, cores: Mapping[str, Core], strength: float = 1
     """
     check_cores(model, cores)
 
+    @torch.no_grad()
     def steer(samples: Samples) -> FwdHooks:
-        clean: dict[str, Tensor] = {}
-        for paused in paused_at_each(model, samples, list(cores)):
-            for each in paused:
-                z = cores[each.hook_point].coordinates(each.activations)
-                clean.setdefault(each.hook_point, z.new_empty(len(samples), z.shape[1]))[each.index] = z
+        where = _where(samples)
+        clean: dict[str, list[Tensor]] = {name: [] for name in cores}
+        for _, batch in samples.batches(_ROWS_AT_ONCE):
+            capture = CoreHook(*cores)
+            run(model, batch.tokens, batch.attention_mask, capture.fwd_hooks())
+            for name, core in cores.items():
+                clean[name].append(core.coordinates(batch.at(capture.activations[name])))
         return [
             hook
             for name, core in cores.items()
-            for hook in CoordinateSetter(core, (1 - 2 * strength) * clean[name], **_where(samples)).fwd_hooks()
+            for hook in CoordinateSetter(core, (1 - 2 * strength) * torch.cat(clean[name]), **where).fwd_hooks()
         ]
 
     return steer
@@ -223,7 +225,7 @@ def generate_steered(
     samples = Samples.from_prompts(model, prompts)
     tokenizer: Any = getattr(model, "tokenizer", None)
     draws = torch.zeros(len(prompts), max_new_tokens)
-    if generator is not None:
+    if generator is not None and temperature > 0:
         draws = torch.rand(draws.shape, generator=generator, device=generator.device, dtype=torch.float64).cpu()
     continuations = []
     for index, batch in samples.batches(batch_size):

@@ -5,6 +5,7 @@ import torch
 from conftest import N_LAYERS, WITH_TOKENIZER, build, padded, random_core
 
 import ace_lens as ace
+from ace_lens.last_token import LastTokenPass
 
 LAYERS = [f"blocks.{layer}.hook_resid_post" for layer in range(N_LAYERS)]
 PROMPTS = ["The keys to the cabinet", "The man near the old cabinets", "a key", "The old men"]
@@ -86,11 +87,20 @@ def test_smallest_flips_run_the_prompts_once(gpt2, tokens):
     assert replays.count(4 * 6) == 3 * 4 + 1
 
 
+@pytest.mark.parametrize("hook_point", LAYERS[1:])
+def test_samples_of_one_sequence_are_turned_each_by_itself(native, tokens, hook_point):
+    samples = ace.Samples.from_tokens(tokens, "all")
+    core = ace.extract_core(native, samples, margin(native), hook_point, rank=2)
+    found = ace.smallest_flips(native, core, samples, margin(native))
+    alone = ace.smallest_flips(native, core, samples.one_per_row(), margin(native), batch_size=5)
+    torch.testing.assert_close(found, alone, rtol=0, atol=TOLERANCE, equal_nan=True)
+
+
 def test_no_flip_below_the_largest_is_nan(native, tokens):
     samples = ace.Samples.from_tokens(tokens)
     core = ace.extract_core(native, samples, margin(native), LAYERS[1], rank=2)
     found = ace.smallest_flips(native, core, samples, margin(native))
-    smaller = ace.smallest_flips(native, core, samples, margin(native), largest=1.0)
+    smaller = ace.smallest_flips(native, core, samples, margin(native), largest=1)
     assert (found > 1).any()
     assert torch.equal(smaller.isnan(), ~(found <= 1))
     torch.testing.assert_close(smaller[found <= 1], found[found <= 1], rtol=0, atol=TOLERANCE)
@@ -170,15 +180,16 @@ def test_a_band_turns_every_layer_s_coordinates_at_the_sample_alone(model, token
         torch.testing.assert_close(after[others], before[others], rtol=1e-4, atol=1e-4)
 
 
-def test_a_band_serves_passes_of_one_token_too(gpt2, tokens):
-    samples = sided(tokens, "right")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_band_serves_passes_of_one_token_too(gpt2, tokens, side):
+    samples = sided(tokens, side)
     cores = ace.extract_cores(gpt2, samples, margin(gpt2), LAYERS, rank=2)
     band = ace.band_flip(gpt2, cores)
     with torch.no_grad():
         whole = gpt2.run_with_hooks(
             samples.tokens, attention_mask=samples.attention_mask, fwd_hooks=list(band(samples))
         )
-        last = ace.last_token.LastTokenPass(gpt2, samples).run(band(samples))
+        last = LastTokenPass(gpt2, samples).run(band(samples))
     torch.testing.assert_close(last, samples.at(whole), rtol=1e-4, atol=1e-4)
 
 
@@ -271,7 +282,6 @@ def test_a_text_ends_at_the_end_of_text_and_others_go_on(speaker):
 def test_samples_are_drawn_by_the_generator_alone(speaker):
     def text(seed, batch_size=64, temperature=1.0):
         generator = torch.Generator().manual_seed(seed)
-        torch.manual_seed(torch.seed() % 1000)
         return ace.generate_steered(
             speaker,
             PROMPTS,
