@@ -25,7 +25,7 @@ from ace_lens.core import Core, Provenance
 from ace_lens.discovery import Proof, find_core
 from ace_lens.downstream import EditedOutputs, PausedPass, edited_outputs, paused_passes
 from ace_lens.extraction import CoreExtractor, extract_core, extract_cores
-from ace_lens.hooks import CoreHook, CoreIntervention, ProjectionAblator, SignFlipSteerer
+from ace_lens.hooks import CoordinateSetter, CoreHook, CoreIntervention, ProjectionAblator, SignFlipSteerer
 from ace_lens.identification import (
     LinearOperator,
     eigenvalue_intervals,
@@ -44,6 +44,7 @@ from ace_lens.positions import Positions
 from ace_lens.probe import JacobianProbe, Probed
 from ace_lens.samples import Samples
 from ace_lens.scores import ACCURACY, CROSS_ENTROPY, KL, MEAN_MARGIN, ROC_AUC, Score
+from ace_lens.steering import Steer, adaptive_flip, band_flip, generate_steered, plain_flip, smallest_flips
 from ace_lens.targets import CentredLogits, LogitMargin, Target
 from ace_lens.trajectory import Trajectory, TrajectoryPoint, models_in, track_core
 from ace_lens.transplant import Transplant, transplant
@@ -58,6 +59,7 @@ __all__ = [
     "CentredLogits",
     "ControlRow",
     "Controls",
+    "CoordinateSetter",
     "Core",
     "CoreExtractor",
     "CoreHook",
@@ -80,12 +82,15 @@ __all__ = [
     "Samples",
     "Score",
     "SignFlipSteerer",
+    "Steer",
     "Target",
     "Trajectory",
     "TrajectoryPoint",
     "Transplant",
     "Validation",
+    "adaptive_flip",
     "attached",
+    "band_flip",
     "canonical_correlation_p_values",
     "canonical_correlations",
     "compare_with_controls",
@@ -98,6 +103,7 @@ __all__ = [
     "fit_cycle",
     "fit_operator",
     "fourier_power",
+    "generate_steered",
     "linear_cka",
     "load_model",
     "match_eigenvalues",
@@ -105,9 +111,11 @@ __all__ = [
     "oracle_r2",
     "overlap",
     "paused_passes",
+    "plain_flip",
     "plot_controls",
     "plot_validation",
     "principal_angles",
+    "smallest_flips",
     "spearman",
     "spectrum_p_value",
     "sweep_layers",

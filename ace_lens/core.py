@@ -1,6 +1,7 @@
 """The artefact: an algorithmic core, with what is needed to use it again and to know where it came from."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -212,3 +213,17 @@ class Core:
             f"Core(rank {self.rank} of {self.d_model}, {share}, at {self.hook_point} of {source.model_name}; "
             f"target {source.target}; {source.n_samples} samples)"
         )
+
+
+def check_cores(model: HookedModel, cores: Mapping[str, Core]) -> None:
+    """Make sure that there are cores, each under the name of its own hook point, and that all fit the model.
+
+    Raises:
+        ValueError: it is not so.
+    """
+    if not cores:
+        raise ValueError("There are no cores to try. Give one a hook point, as extract_cores does.")
+    for name, core in cores.items():
+        if core.hook_point != name:
+            raise ValueError(f"The core given for {name} lives at {core.hook_point}. Name it by core.hook_point.")
+        core.check_model(model)

@@ -1,4 +1,4 @@
-"""The three hook functions: capture the residual stream, project it onto or off a core, flip a core's sign.
+"""The hook functions: capture the residual stream, project it onto or off a core, flip a core's sign, set coordinates.
 
 Each is a callable `(activation, hook)` that goes wherever TransformerLens takes a hook function. `fwd_hooks()`
 gives the `[(name, function)]` list for `model.hooks` and `model.run_with_hooks`; `attach(model)` does the same
@@ -202,24 +202,82 @@ class SignFlipSteerer(CoreIntervention):
 
     Arguments:
         core: the core.
-        strength: s. 1 is the exact flip, an involution that keeps |h - mu|; 0 does nothing, 1/2 removes.
+        strength: s. 1 is the exact flip, an involution that keeps |h - mu|; 0 does nothing, 1/2 removes. Or `[batch]`,
+            one for each row of a pass, such as `smallest_flips` gives; a row with NaN is left as it is.
         positions: where to intervene (see `Positions`); everywhere by default.
         attention_mask: `[batch, pos]`, needed for `"last"` where rows are padded on the right.
         centred: act about the core's mean; if not, about zero.
+
+    Raises:
+        ValueError: strengths of another shape; when a pass comes, another number of them than it has rows.
     """
 
     def __init__(
         self,
         core: Core,
-        strength: float = 1.0,
+        strength: float | Tensor = 1.0,
         *,
         positions: Positions = "all",
         attention_mask: Tensor | None = None,
         centred: bool = True,
     ) -> None:
         super().__init__(core, positions=positions, attention_mask=attention_mask, centred=centred)
+        if isinstance(strength, Tensor) and strength.ndim > 1:
+            raise ValueError(
+                f"Strengths are one number, or one for each row [batch]; not a tensor of shape {tuple(strength.shape)}."
+            )
         self.strength = strength
 
     def edit(self, deviation: Tensor, projection: Tensor) -> Tensor:
         """Take off the projection 2 s times."""
-        return -2 * self.strength * projection
+        if not isinstance(self.strength, Tensor) or self.strength.ndim == 0:
+            return -2 * self.strength * projection
+        strength = self.strength.masked_fill(self.strength.isnan(), 0)
+        return -2 * _by_row(strength.unsqueeze(1), "strengths", projection) * projection
+
+
+class CoordinateSetter(CoreIntervention):
+    """Sets the core's coordinates, whatever they are: h -> h - P (h - mu) + Q z.
+
+    Unlike flips, setters at several layers do not undo each other: each leaves its own z behind.
+
+    Arguments:
+        core: the core.
+        coordinates: z, `[batch, rank]`, in the core's own units about its mean: one for each row of a pass.
+        positions: where to intervene (see `Positions`); everywhere by default.
+        attention_mask: `[batch, pos]`, needed for `"last"` where rows are padded on the right.
+
+    Raises:
+        ValueError: coordinates of another shape; when a pass comes, of another number than it has rows.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        coordinates: Tensor,
+        *,
+        positions: Positions = "all",
+        attention_mask: Tensor | None = None,
+    ) -> None:
+        super().__init__(core, positions=positions, attention_mask=attention_mask)
+        if coordinates.ndim != 2 or coordinates.shape[1] != core.rank:
+            raise ValueError(
+                f"Coordinates of a core of rank {core.rank} are [batch, {core.rank}], one row for each row of a pass; "
+                f"not {list(coordinates.shape)}. core.coordinates(activations) gives them."
+            )
+        self.coordinates = coordinates
+
+    def edit(self, deviation: Tensor, projection: Tensor) -> Tensor:
+        """Take off the projection, and put in the point with the given coordinates."""
+        basis, _ = self._core_on(projection)
+        return _by_row(self.coordinates.to(basis) @ basis.T, "rows of coordinates", projection) - projection
+
+
+def _by_row(values: Tensor, what: str, like: Tensor) -> Tensor:
+    """Values `[batch, k]`, to be used with every position of activations `[batch, ..., d_model]`."""
+    if like.ndim < 2 or len(values) != len(like):
+        raise ValueError(
+            f"There are {len(values)} {what} for a pass of shape {list(like.shape)}. Give one for each row of the "
+            "batch, in its order."
+        )
+    return values.to(like).reshape(len(values), *(1 for _ in like.shape[1:-1]), values.shape[1])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ace_lens.core import Core
+from ace_lens.core import Core, check_cores
 from ace_lens.downstream import edited_at_each
 from ace_lens.models import HookedModel
 from ace_lens.reports import Report
@@ -101,12 +101,7 @@ def sweep_layers(
         ValueError: no cores, a core that stands under another hook point than its own or does not fit the model, or
             labels are missing.
     """
-    if not cores:
-        raise ValueError("There are no cores to try. Give one a hook point, as extract_cores does.")
-    for name, core in cores.items():
-        if core.hook_point != name:
-            raise ValueError(f"The core given for {name} lives at {core.hook_point}. Name it by core.hook_point.")
-        core.check_model(model)
+    check_cores(model, cores)
     edits = {name: rank_sweep(core, [core.rank]) for name, core in cores.items()}
     results = edited_at_each(
         model, samples, target, edits, side_effects=False, batch_size=batch_size, progress=progress

@@ -28,7 +28,7 @@ def test_a_session_of_your_own(tokenizer, tmp_path, monkeypatch, capsys):
         "tokens": torch.tensor([[3, 5, 7]]),
         "my_own_hook": lambda activation, hook: None,
     }
-    for block in BLOCKS[:2]:
+    for block in BLOCKS[:3]:
         # The small model has three blocks.
         exec(re.sub(r"blocks\.\d+\.", "blocks.1.", block), names)
     assert ace.Core.load("number.safetensors").rank == 1
@@ -78,7 +78,7 @@ def trained_on_indirect_objects():
 def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
     """Indirect-object identification, the smallest of its kind, learnt by a model of two layers."""
     monkeypatch.chdir(tmp_path)
-    block = BLOCKS[2]
+    block = BLOCKS[3]
     assert len(block.strip().splitlines()) <= 12
     names = {
         "ace": ace,
