@@ -131,6 +131,8 @@ class ModelResult:
         left_out: verbs that are several tokens, with their tokens, and so were left out of the margin.
         base_auc: without intervention; and so on for `keep_auc`, `remove_auc`, `flip_auc`, at that layer.
         knob_r2: R^2 of the margin, as a line in the core coordinate that is fitted on training prompts.
+        turned: the share of prompts whose margin some flip of a strength up to 4 turns round.
+        median_strength: of the smallest such flips; 1 is the exact flip.
         outside_kl: KL(plain || edited) in nats over tokens other than the verbs, for keep, remove and flip.
         sweep: every layer.
         controls: other subspaces of one dimension at the chosen layer.
@@ -154,6 +156,8 @@ class ModelResult:
     flip_auc: float
     flip_interval: tuple[float, float]
     knob_r2: float
+    turned: float
+    median_strength: float
     outside_kl: dict[str, float]
     sweep: list[SweepRow]
     controls: ace.Controls
@@ -236,6 +240,10 @@ def _model_lines(model: ModelResult) -> list[str]:
         lines.append(f"  {row.name:<22}  {cells}")
     kl = ", ".join(f"{name} {value:.3f}" for name, value in model.outside_kl.items())
     lines.append(f"KL over all other tokens: {kl}")
+    lines.append(
+        f"the smallest flips that turn the margin: median strength {model.median_strength:.2f}, found for "
+        f"{model.turned:.0%} of the prompts"
+    )
     if model.left_out:
         split = ", ".join(f"{verb!r} {list(pieces)}" for verb, pieces in model.left_out.items())
         lines.append(f"left out of the margin, being several tokens: {split}")
@@ -357,6 +365,7 @@ def _find(
     coordinates, margins = _knob(model, core, judge, target, batch_size)
     slope, offset = _line(*_knob(model, core, whole, target, batch_size))
     residual = margins - (slope * coordinates + offset)
+    strengths = ace.smallest_flips(model, core, judge, target, batch_size=batch_size)
     base, keep, remove, flip = verdict.baseline, verdict.keep[0], verdict.remove[0], verdict.flip[0]
     result = ModelResult(
         name=_name(spec),
@@ -372,6 +381,8 @@ def _find(
         flip_auc=flip.value,
         flip_interval=(flip.low, flip.high),
         knob_r2=1 - float(residual.square().mean() / margins.var(correction=0)),
+        turned=float((~strengths.isnan()).double().mean()),
+        median_strength=float(strengths.nanmedian()),
         outside_kl={name: values[0] for name, values in verdict.outside_kl.items()},
         sweep=[_sweep_row(sweep, index) for index in range(len(hook_points))],
         controls=controls,
