@@ -106,6 +106,19 @@ def test_no_flip_below_the_largest_is_nan(native, tokens):
     torch.testing.assert_close(smaller[found <= 1], found[found <= 1], rtol=0, atol=TOLERANCE)
 
 
+def test_rounding_at_the_end_of_a_bracket_does_not_mislead(native, tokens):
+    """Of all strengths that are tried, the largest one turns the output, and only the first time."""
+    calls = []
+
+    def turned_once(logits):
+        calls.append(1)
+        return torch.full((len(logits), 1), -1.0 if len(calls) == 1 + 16 else 1.0)
+
+    found = ace.smallest_flips(native, random_core(1), ace.Samples.from_tokens(tokens), turned_once)
+    assert found.tolist() == [4.0] * 6
+    assert len(calls) == 1 + 3 * 16
+
+
 def test_smallest_flips_say_what_is_wrong(native, tokens):
     samples, core = ace.Samples.from_tokens(tokens), random_core(1)
     with pytest.raises(ValueError, match=r"sign of one output, but CentredLogits\(\[3, 5\]\) has 2. .* a LogitMargin"):
@@ -280,23 +293,26 @@ def test_a_text_ends_at_the_end_of_text_and_others_go_on(speaker):
 
 
 def test_samples_are_drawn_by_the_generator_alone(speaker):
-    def text(seed, batch_size=64, temperature=1.0):
-        generator = torch.Generator().manual_seed(seed)
-        return ace.generate_steered(
-            speaker,
-            PROMPTS,
-            lambda samples: [],
-            max_new_tokens=6,
-            temperature=temperature,
-            generator=generator,
-            batch_size=batch_size,
-        )
+    prompts = 4 * PROMPTS
+    rows_left = []
 
-    assert text(0) == text(0) == text(0, batch_size=1)
-    assert text(0) != text(1)
-    greedy = ace.generate_steered(speaker, PROMPTS, lambda samples: [], max_new_tokens=6)
+    def look(samples):
+        rows_left.append(len(samples))
+        return []
+
+    def text(seed, temperature=2.0, batch_size=64):
+        options = {"temperature": temperature, "generator": torch.Generator().manual_seed(seed)}
+        return ace.generate_steered(speaker, prompts, look, max_new_tokens=12, batch_size=batch_size, **options)
+
+    drawn = text(0)
+    # Some texts end before others, which has to change nothing for these.
+    assert 0 < rows_left[-1] < len(prompts)
+    assert text(0) == drawn
+    assert text(0, batch_size=1) == drawn
+    assert text(1) != drawn
+    greedy = ace.generate_steered(speaker, prompts, look, max_new_tokens=12)
     assert text(0, temperature=1e-4) == greedy
-    assert text(0) != greedy
+    assert drawn != greedy
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely(gpt2):
@@ -315,6 +331,30 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(gpt2):
     for token in likely.topk(3).indices.tolist():
         share, wanted = drawn.count(gpt2.tokenizer.decode([token])) / 400, float(likely[token])
         assert abs(share - wanted) < 4 * (wanted * (1 - wanted) / 400) ** 0.5
+
+
+def test_a_token_that_cannot_come_is_never_drawn(gpt2, monkeypatch):
+    """Not even by a draw of exactly 0, where the first tokens have no probability."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=torch.float64))
+    monkeypatch.setattr(gpt2, "forward", without_the_first_tokens(gpt2.forward))
+    (drawn,) = ace.generate_steered(
+        gpt2,
+        PROMPTS[:1],
+        lambda samples: [],
+        max_new_tokens=1,
+        temperature=1.0,
+        generator=torch.Generator(),
+    )
+    assert drawn == gpt2.tokenizer.decode([7])
+
+
+def without_the_first_tokens(forward):
+    def changed(*args, **options):
+        logits = forward(*args, **options)
+        logits[..., :7] = -torch.inf
+        return logits
+
+    return changed
 
 
 def test_adaptive_flips_turn_the_margin_at_every_token_and_go_no_further(speaker):
