@@ -4,13 +4,17 @@ import itertools
 import json
 
 import pytest
+import torch
 from conftest import build
 
 import ace_lens as ace
 from ace_lens.cli import main
 from ace_lens.experiments import agreement
 from ace_lens.experiments.agreement import AgreementConfig, AgreementResults, run_agreement
+from ace_lens.experiments.agreement_answers import answer_sets
+from ace_lens.experiments.agreement_prompts import make_prompts, prompt_samples
 from ace_lens.experiments.figures import plot_agreement
+from ace_lens.models import run
 
 NOUNS = {"key": "keys", "cabinet": "cabinets", "man": "men"}
 
@@ -133,3 +137,30 @@ def test_two_real_models_share_the_axis(real):
     assert pair.p <= 0.01
     for transplant in pair.transplants:
         assert transplant.transplanted.value >= transplant.shuffled.value + 0.2
+
+
+def margins(model, target, samples, batch_size):
+    found = torch.empty(len(samples))
+    for paused in ace.paused_passes(model, samples, "blocks.10.hook_resid_post", batch_size=batch_size):
+        found[paused.index] = target(paused.logits)[:, 0]
+    return found
+
+
+def test_margins_do_not_depend_on_company(smollm2):
+    """Batch size, padding side, and what else is in the batch."""
+    prompts = make_prompts(10, held_out=True, generator=torch.Generator().manual_seed(0))
+    target = answer_sets(smollm2).margin(smollm2)
+    samples = prompt_samples(smollm2, prompts)
+    expected = torch.cat([margins(smollm2, target, prompt_samples(smollm2, [prompt]), 1) for prompt in prompts])
+    assert len(samples.position.unique()) > 2
+    for batch_size in (1, 7, 64):
+        assert torch.allclose(margins(smollm2, target, samples, batch_size), expected, atol=1e-4)
+    turned = torch.arange(len(samples)).flip(0)
+    assert torch.allclose(margins(smollm2, target, samples[turned], 7), expected[turned], atol=1e-4)
+    width = samples.tokens.shape[1]
+    left = [row.roll(width - int(mask.sum())) for row, mask in zip(samples.tokens, samples.attention_mask, strict=True)]
+    padded = ace.Samples.from_tokens(torch.stack(left), attention_mask=samples.attention_mask.flip(1))
+    assert torch.allclose(margins(smollm2, target, padded, 7), expected, atol=1e-4)
+    # Whole passes, past the cache.
+    whole = target(padded.at(run(smollm2, padded.tokens, padded.attention_mask)))[:, 0]
+    assert torch.allclose(whole, expected, atol=1e-4)
