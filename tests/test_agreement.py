@@ -89,6 +89,8 @@ def test_the_first_copula_counts():
     assert agreement._number(" is in the lamps that are") is False
     assert agreement._number(", which were") is True
     assert agreement._number(" had this isle, wash and area") is None
+    assert agreement._begins_with_copula(" were seen")
+    assert not agreement._begins_with_copula(" of it is")
     assert agreement._marked(" is\nwhat  they are.") == "*is* what they *are*."
 
 
@@ -99,7 +101,7 @@ def real(smollm2, gemma3):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ace, "load_model", lambda spec: models[spec])
         config = AgreementConfig(
-            model=("smollm2", "gemma3"), n_prompts=60, n_continued=12, n_new_tokens=10, progress=False
+            model=("smollm2", "gemma3"), n_prompts=60, n_continued=30, n_new_tokens=8, progress=False
         )
         return run_agreement(config)[0]
 

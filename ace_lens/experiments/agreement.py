@@ -78,7 +78,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model writes after a prompt, and what it writes with its core flipped at every token."""
+    """What a model writes after a prompt, and what it writes with its core flipped wherever it predicts a token."""
 
     prompt: str
     clean: str
@@ -91,8 +91,9 @@ class Generation:
 
     Arguments:
         n_prompts: prompts continued.
-        n_right: those whose plain continuation has a copula, in the head's number.
-        n_changed: those of them whose flipped continuation has a copula, in the other number.
+        n_right: those whose plain continuation begins with a copula, in the head's number. (Further on a copula may
+            have another subject.)
+        n_changed: those of them whose flipped continuation has a copula too, the first of which is in the other number.
         changed: n_changed / n_right.
         clean_perplexity: of plain continuations under the plain model.
         flipped_perplexity: of flipped continuations under the plain model.
@@ -253,7 +254,7 @@ def _model_lines(model: ModelResult) -> list[str]:
             f"flip {row.flip}"
         )
     lines.append(
-        f"greedy continuations: {generation.n_right} of {generation.n_prompts} have a copula in the head's number; "
+        f"greedy continuations: {generation.n_right} of {generation.n_prompts} begin with a right copula; "
         f"flipped, {generation.n_changed} of those have one in the other ({generation.changed:.0%})"
     )
     lines.append(
@@ -452,9 +453,12 @@ def _generate(
 ) -> Generation:
     texts = [prompt.text for prompt in prompts]
     clean = _continued(model, texts, samples.prepend_bos, config)
-    with ace.SignFlipSteerer(core).attach(model):
+    with ace.SignFlipSteerer(core, positions="last").attach(model):
         flipped = _continued(model, texts, samples.prepend_bos, config)
-    right = [_number(text) == prompt.plural for text, prompt in zip(clean, prompts, strict=True)]
+    right = [
+        _begins_with_copula(text) and _number(text) == prompt.plural
+        for text, prompt in zip(clean, prompts, strict=True)
+    ]
     changed = [
         ok and _number(text) == (not prompt.plural) for ok, text, prompt in zip(right, flipped, prompts, strict=True)
     ]
@@ -498,6 +502,10 @@ def _number(text: str) -> bool | None:
     """Whether the first copula of a text is plural; None without one."""
     match = re.search(r"\b(is|are|was|were)\b", text)
     return None if match is None else COPULAS[match[1]]
+
+
+def _begins_with_copula(text: str) -> bool:
+    return re.match(r"\s*(is|are|was|were)\b", text) is not None
 
 
 def _marked(text: str) -> str:
