@@ -264,8 +264,9 @@ def _modes(axes: Axes, results: ModularAdditionResults) -> None:
     axes.axhline(results.period // 2 + 1, color="black", linestyle=":", linewidth=0.9, label="all there are")
     axes.set_xlabel("epoch")
     axes.set_ylabel("modes")
-    axes.set_ylim(0, None)
-    axes.legend(fontsize=6, frameon=False, loc="best")
+    # Room for the legend above the line.
+    axes.set_ylim(0, 1.4 * (results.period // 2 + 1))
+    axes.legend(fontsize=6, frameon=False, loc="upper right")
 
 
 def plot_agreement(results: AgreementResults) -> Figure:
