@@ -355,9 +355,9 @@ def _find(
     controls = ace.compare_with_controls(
         model,
         core,
-        _first(judge, CONTROL_PROMPTS),
+        judge[:CONTROL_PROMPTS],
         target,
-        fit=_first(whole, CONTROL_PROMPTS),
+        fit=whole[:CONTROL_PROMPTS],
         n_draws=N_DRAWS,
         n_steps=50,
         generator=torch.Generator().manual_seed(config.seed),
@@ -400,10 +400,6 @@ def _name(spec: str) -> str:
     """What a model is called in reports: its own name rather than where it lies."""
     path = Path(spec)
     return path.stem if path.suffix == ".gguf" else path.name if path.exists() else spec
-
-
-def _first(samples: ace.Samples, n: int) -> ace.Samples:
-    return samples[: min(n, len(samples))]
 
 
 def _best_layer(sweep: ace.LayerSweep) -> int:
