@@ -24,7 +24,7 @@ from ace_lens.controls import (
 from ace_lens.core import Core, Provenance
 from ace_lens.discovery import Proof, find_core
 from ace_lens.downstream import EditedOutputs, PausedPass, edited_outputs, paused_passes
-from ace_lens.extraction import CoreExtractor, extract_core, extract_cores
+from ace_lens.extraction import CoreExtractor, core_extractors, extract_core, extract_cores
 from ace_lens.hooks import CoordinateSetter, CoreHook, CoreIntervention, ProjectionAblator, SignFlipSteerer
 from ace_lens.identification import (
     LinearOperator,
@@ -36,7 +36,7 @@ from ace_lens.identification import (
     oracle_r2,
     spectrum_p_value,
 )
-from ace_lens.layers import LayerSweep, sweep_layers
+from ace_lens.layers import LayerSweep, crossfit_layers, sweep_layers
 from ace_lens.loading import LoadingError, load_model
 from ace_lens.models import HookedModel, attached
 from ace_lens.plots import plot_controls, plot_validation
@@ -95,6 +95,8 @@ __all__ = [
     "canonical_correlations",
     "compare_with_controls",
     "consensus_cores",
+    "core_extractors",
+    "crossfit_layers",
     "edited_outputs",
     "eigenvalue_intervals",
     "extract_core",

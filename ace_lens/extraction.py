@@ -195,18 +195,16 @@ class CoreExtractor:
         )
 
 
-def extract_cores(
+def core_extractors(
     model: HookedModel,
     samples: Samples,
     target: Target,
     hook_points: list[str],
     *,
-    rank: int | None = None,
-    energy: float | None = None,
     batch_size: int = 64,
     progress: bool = False,
-) -> dict[str, Core]:
-    """A core at each of several hook points, from one pass over the samples.
+) -> dict[str, CoreExtractor]:
+    """An extractor at each of several hook points that has seen all samples: to merge, or to read cores off.
 
     Arguments and errors are those of `extract_core`.
     """
@@ -223,6 +221,25 @@ def extract_cores(
                 )
                 extractors[name] = CoreExtractor(name, provenance)
             extractors[name].update(found.activations, found.jacobians)
+    return extractors
+
+
+def extract_cores(
+    model: HookedModel,
+    samples: Samples,
+    target: Target,
+    hook_points: list[str],
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    batch_size: int = 64,
+    progress: bool = False,
+) -> dict[str, Core]:
+    """A core at each of several hook points, from one pass over the samples.
+
+    Arguments and errors are those of `extract_core`.
+    """
+    extractors = core_extractors(model, samples, target, hook_points, batch_size=batch_size, progress=progress)
     return {name: extractor.core(rank=rank, energy=energy) for name, extractor in extractors.items()}
 
 

@@ -1,12 +1,14 @@
 """Where in a model a core does its work: keep, remove and flip at every layer, from one pass over the samples."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ace_lens.core import Core, check_cores
-from ace_lens.downstream import edited_at_each
+from ace_lens.downstream import EditedOutputs, edited_at_each
+from ace_lens.extraction import CoreExtractor, core_extractors
 from ace_lens.models import HookedModel
 from ace_lens.reports import Report
 from ace_lens.samples import Samples
@@ -106,16 +108,125 @@ def sweep_layers(
     results = edited_at_each(
         model, samples, target, edits, side_effects=False, batch_size=batch_size, progress=progress
     )
-    estimate = Bootstrap(score, samples, next(iter(results.values())), n_bootstrap, generator)
-
-    def scores(intervention: str) -> tuple[Estimate, ...]:
-        return tuple(estimate(results[name].edited[f"{intervention} {core.rank}"]) for name, core in cores.items())
-
     sources = {(core.provenance.model_name, core.provenance.n_samples) for core in cores.values()}
-    return LayerSweep(
+    return _swept(
+        Bootstrap(score, samples, next(iter(results.values())), n_bootstrap, generator),
+        results,
+        cores,
         description=f"Cores of {', '.join(sorted({name for name, _ in sources}))}, target {describe(target)}",
         chosen_on=f"{', '.join(sorted({str(n) for _, n in sources}))} samples",
         judged_on=f"{len(samples)} samples in {len(samples.tokens)} sequences",
+    )
+
+
+def crossfit_layers(
+    model: HookedModel,
+    samples: Samples,
+    target: Target,
+    hook_points: Sequence[str],
+    folds: Sequence[int] | Tensor,
+    score: Score | None = None,
+    *,
+    rank: int = 1,
+    n_bootstrap: int = 200,
+    generator: torch.Generator | None = None,
+    batch_size: int = 64,
+    progress: bool = False,
+) -> tuple[dict[str, Core], LayerSweep]:
+    """A core at each of several layers, and a sweep that may choose among them on the same samples.
+
+    In the sweep every sample is judged with cores that were extracted without its fold; the cores that are returned
+    come from all samples. Each sample is probed once: extractors of the folds are merged. Where what is judged in the
+    end differs from the samples in some respect (other words, other sentences), let folds differ in the same.
+
+    Arguments:
+        model: the model.
+        samples: labelled samples.
+        target: the task output.
+        hook_points: the layers, such as a resid_post a block.
+        folds: `[sample]`, the fold that each sample belongs to; two folds or more.
+        score: as for `validate`.
+        rank: the rank of the cores.
+        n_bootstrap: how often the sequences are resampled for the intervals.
+        generator: draws the resamples; seeded with 0 if not given.
+        batch_size: rows in a forward pass.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: folds that are not one a sample, fewer than two of them, a sequence whose samples lie in two folds,
+            labels are missing, and as `extract_core`.
+    """
+    parts = _parts(samples, torch.as_tensor(folds))
+    options = {"batch_size": batch_size, "progress": progress}
+    seen = [core_extractors(model, samples[part], target, list(hook_points), **options) for part in parts]
+    results = []
+    for fold, part in enumerate(parts):
+        cores = _merged_cores([each for other, each in enumerate(seen) if other != fold], rank)
+        edits = {name: rank_sweep(core, [rank]) for name, core in cores.items()}
+        results.append(edited_at_each(model, samples[part], target, edits, side_effects=False, **options))
+    cores = _merged_cores(seen, rank)
+    undo = torch.cat(parts).argsort()
+    joined = {name: _joined([result[name] for result in results], undo) for name in cores}
+    sweep = _swept(
+        Bootstrap(score, samples, next(iter(joined.values())), n_bootstrap, generator),
+        joined,
+        cores,
+        description=f"Cores of {next(iter(cores.values())).provenance.model_name}, target {describe(target)}",
+        chosen_on=f"the other {len(parts) - 1} of {len(parts)} folds",
+        judged_on=f"{len(samples)} samples in {len(samples.tokens)} sequences, fold by fold",
+    )
+    return cores, sweep
+
+
+def _parts(samples: Samples, folds: Tensor) -> list[Tensor]:
+    """The samples of each fold, as indices."""
+    if folds.shape != (len(samples),):
+        raise ValueError(f"{len(samples)} samples have one fold each, but the folds are {list(folds.shape)}.")
+    parts = [(folds == fold).nonzero()[:, 0] for fold in folds.unique()]
+    if len(parts) < 2:
+        raise ValueError("There is one fold only, so nothing is left to extract cores from. Give two folds or more.")
+    if sum(len(samples.sequence[part].unique()) for part in parts) != len(samples.sequence.unique()):
+        raise ValueError(
+            "A sequence has samples in two folds, so that cores would be judged on sequences that they come from. Give "
+            "all samples of a sequence the same fold."
+        )
+    return parts
+
+
+def _merged_cores(seen: Sequence[Mapping[str, CoreExtractor]], rank: int) -> dict[str, Core]:
+    """The cores of all that several extractors have seen; they are left as they are."""
+    cores = {}
+    for name, first in seen[0].items():
+        merged = CoreExtractor(name, first.provenance)
+        for extractors in seen:
+            merged.merge(extractors[name])
+        cores[name] = merged.core(rank=rank)
+    return cores
+
+
+def _joined(results: Sequence[EditedOutputs], undo: Tensor) -> EditedOutputs:
+    """The outputs of all folds, in the order of the samples."""
+    edited = {name: torch.cat([result.edited[name] for result in results])[undo] for name in results[0].edited}
+    clean = torch.cat([result.clean for result in results])[undo]
+    return EditedOutputs(clean, edited, restarted=all(result.restarted for result in results))
+
+
+def _swept(
+    estimate: Bootstrap,
+    results: Mapping[str, EditedOutputs],
+    cores: Mapping[str, Core],
+    *,
+    description: str,
+    chosen_on: str,
+    judged_on: str,
+) -> LayerSweep:
+    def scores(intervention: str) -> tuple[Estimate, ...]:
+        return tuple(estimate(results[name].edited[f"{intervention} {core.rank}"]) for name, core in cores.items())
+
+    return LayerSweep(
+        description=description,
+        chosen_on=chosen_on,
+        judged_on=judged_on,
         score=estimate.score.name,
         higher_is_better=estimate.score.higher_is_better,
         baseline=estimate(next(iter(results.values())).clean),

@@ -3,6 +3,7 @@ import torch
 from conftest import N_LAYERS, random_core
 
 import ace_lens as ace
+from ace_lens.validation import intervention
 
 HOOK_POINTS = [f"blocks.{layer}.hook_resid_post" for layer in range(N_LAYERS)]
 
@@ -31,6 +32,48 @@ def test_a_sweep_is_a_validation_at_every_layer(model, samples, tmp_path):
     assert lines[3].split() == ["hook", "point", "rank", "none", "keep", "remove", "flip"]
     assert lines[4].startswith("blocks.0.hook_resid_post     1  ")
     assert f"{sweep.flip[0]:.3f}" in lines[4]
+
+
+def test_every_fold_is_judged_with_cores_of_the_others(model, samples):
+    margin = ace.LogitMargin(model, [3, 4], [5])
+    folds = [0, 0, 1, 2, 1, 2]
+    cores, sweep = ace.crossfit_layers(model, samples, margin, HOOK_POINTS, folds, n_bootstrap=20)
+    whole = ace.extract_cores(model, samples, margin, HOOK_POINTS, rank=1)
+    assert list(cores) == HOOK_POINTS
+    outputs = {name: torch.empty(6, 1) for name in ("keep", "remove", "flip")}
+    for fold in range(3):
+        inside = torch.tensor([index for index in range(6) if folds[index] == fold])
+        outside = torch.tensor([index for index in range(6) if folds[index] != fold])
+        core = ace.extract_core(model, samples[outside], margin, HOOK_POINTS[1], rank=1)
+        for name, edited in outputs.items():
+            edit = intervention(core, name).apply
+            result = ace.edited_outputs(
+                model,
+                samples[inside],
+                margin,
+                HOOK_POINTS[1],
+                lambda activations, index, edit=edit: [("x", edit(activations))],
+            )
+            edited[inside] = result.edited["x"]
+    for name, edited in outputs.items():
+        expected = ace.ROC_AUC.function(edited, samples.labels, edited)
+        assert getattr(sweep, name)[1].value == pytest.approx(float(expected))
+    for name in HOOK_POINTS:
+        assert cores[name].provenance.n_samples == 6
+        torch.testing.assert_close(cores[name].basis, whole[name].basis)
+        torch.testing.assert_close(cores[name].mean, whole[name].mean)
+    assert "chosen on the other 2 of 3 folds; judged on 6 samples in 6 sequences, fold by fold" in str(sweep)
+
+
+def test_folds_that_do_not_serve_are_refused(model, samples, tokens):
+    margin = ace.LogitMargin(model, [3], [5])
+    with pytest.raises(ValueError, match=r"6 samples have one fold each, but the folds are \[2\]"):
+        ace.crossfit_layers(model, samples, margin, HOOK_POINTS, [0, 1])
+    with pytest.raises(ValueError, match=r"There is one fold only, .* Give two folds or more"):
+        ace.crossfit_layers(model, samples, margin, HOOK_POINTS, [3] * 6)
+    several = ace.Samples.from_tokens(tokens, "all")
+    with pytest.raises(ValueError, match="A sequence has samples in two folds"):
+        ace.crossfit_layers(model, several, margin, HOOK_POINTS, torch.arange(len(several)) % 2)
 
 
 def test_cores_that_do_not_fit_are_refused(model, samples):
