@@ -36,6 +36,7 @@ def smallest_flips(
     samples: Samples,
     target: Target,
     *,
+    beyond: float = 0.0,
     largest: float = 4.0,
     batch_size: int = 64,
 ) -> Float[Tensor, "sample"]:
@@ -52,30 +53,34 @@ def smallest_flips(
         core: the core to flip.
         samples: the samples.
         target: a task output of one component, such as a `LogitMargin`.
+        beyond: how far on the other side the output has to come, as a share of its own size: 0 for a change of sign, 1
+            for an output turned round whole.
         largest: the largest strength to try.
         batch_size: rows in a forward pass.
 
     Raises:
-        ValueError: the core does not fit the model, a target of more outputs than one, outputs that are not finite, or
-            a largest strength that is not above 0.
+        ValueError: the core does not fit the model, a target of more outputs than one, outputs that are not finite, a
+            largest strength that is not above 0, or a share below 0.
     """
     core.check_model(model)
     if not largest > 0:
         raise ValueError(f"Strengths are tried from 0 up to the largest, which {largest} does not lie above.")
+    if not beyond >= 0:
+        raise ValueError(f"An output comes a share of at least 0 of its size to the other side, not {beyond}.")
     found = torch.full((len(samples),), torch.nan)
     for paused in paused_passes(model, samples, core.hook_point, batch_size=batch_size):
-        found[paused.index] = _smallest_flips(paused, core, target, largest)
+        found[paused.index] = _smallest_flips(paused, core, target, beyond, largest)
     return found
 
 
-def _smallest_flips(paused: PausedPass, core: Core, target: Target, largest: float) -> Tensor:
+def _smallest_flips(paused: PausedPass, core: Core, target: Target, beyond: float, largest: float) -> Tensor:
     before = _only_output(target, paused.logits)
 
     def across(strengths: Tensor) -> Tensor:
-        """Whether strengths `[k, n]` bring the outputs to the other side."""
+        """Whether strengths `[k, n]` bring the outputs far enough to the other side."""
         flipped = [SignFlipSteerer(core, each).apply(paused.activations) for each in strengths]
         outputs = [_only_output(target, logits) for logits in paused.resume(torch.stack(flipped))]
-        return (torch.stack(outputs) * before < 0).cpu()
+        return (torch.stack(outputs) * before.sign() < -beyond * before.abs()).cpu()
 
     steps = torch.arange(1, _N_PARTS + 1).unsqueeze(1)
     high, width = torch.full((len(before),), largest), largest
@@ -117,14 +122,16 @@ def plain_flip(core: Core, strength: float = 1.0) -> Steer:
     return lambda samples: SignFlipSteerer(core, strength, **_where(samples)).fwd_hooks()
 
 
-def adaptive_flip(model: HookedModel, core: Core, target: Target, *, largest: float = 4.0) -> Steer:
+def adaptive_flip(
+    model: HookedModel, core: Core, target: Target, *, beyond: float = 0.0, largest: float = 4.0
+) -> Steer:
     """Flip a core with the smallest strength that turns the sign of each sample's output.
 
     Samples that no strength turns are left as they are. Arguments and errors are those of `smallest_flips`.
     """
 
     def steer(samples: Samples) -> FwdHooks:
-        strengths = smallest_flips(model, core, samples, target, largest=largest)
+        strengths = smallest_flips(model, core, samples, target, beyond=beyond, largest=largest)
         return SignFlipSteerer(core, strengths, **_where(samples)).fwd_hooks()
 
     return steer

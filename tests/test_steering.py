@@ -61,6 +61,21 @@ def test_the_smallest_flip_is_where_the_margin_changes_sign(model, tokens, side)
         assert not (across & (grid[1:] < found)).any()
 
 
+@pytest.mark.parametrize("beyond", [0.5, 1.0])
+def test_a_flip_may_have_to_go_beyond_the_change_of_sign(native, tokens, beyond):
+    samples = sided(tokens, "right")
+    core = ace.extract_core(native, samples, margin(native), LAYERS[1], rank=2)
+    turned = ace.smallest_flips(native, core, samples, margin(native))
+    found = ace.smallest_flips(native, core, samples, margin(native), beyond=beyond)
+    there = ~found.isnan()
+    assert there.any()
+    assert (found[there] > turned[there]).all()
+    strengths = torch.stack([torch.zeros(6), found - TOLERANCE, found])[:, there]
+    before, just_short, after = margins_by_full_passes(native, core, samples[there.nonzero()[:, 0]], strengths)
+    assert (after * before.sign() < -beyond * before.abs()).all()
+    assert (just_short * before.sign() >= -beyond * before.abs()).all()
+
+
 def test_smallest_flips_do_not_depend_on_batches(gpt2, tokens):
     samples = sided(tokens, "right")
     core = ace.extract_core(gpt2, samples, margin(gpt2), LAYERS[1], rank=2)
@@ -127,6 +142,8 @@ def test_smallest_flips_say_what_is_wrong(native, tokens):
         ace.smallest_flips(native, core, samples, lambda logits: logits[:, :1] / 0)
     with pytest.raises(ValueError, match=r"up to the largest, which 0.0 does not lie above"):
         ace.smallest_flips(native, core, samples, margin(native), largest=0.0)
+    with pytest.raises(ValueError, match=r"at least 0 of its size to the other side, not -0\.5"):
+        ace.smallest_flips(native, core, samples, margin(native), beyond=-0.5)
     with pytest.raises(ValueError, match="width 16"):
         ace.smallest_flips(native, random_core(1, d_model=16), samples, margin(native))
 
