@@ -3,7 +3,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ace_lens.experiments.agreement_prompts import HELD_OUT, TRAINING, AgreementPrompt, make_prompts, prompt_samples
+from ace_lens.experiments.agreement_prompts import (
+    HELD_OUT,
+    TRAINING,
+    AgreementPrompt,
+    frame_folds,
+    make_prompts,
+    prompt_samples,
+)
 
 KINDS = ["base", "fronted", "trailing", "relative"]
 HALVES = pytest.mark.parametrize("held_out", [False, True])
@@ -38,6 +45,25 @@ def test_draws_follow_the_generator_alone_and_kinds_take_turns(n_per_number, hel
     assert torch.equal(torch.get_rng_state(), before)
     assert draw(n_per_number, held_out, seed) == prompts
     assert [prompt.frame for prompt in prompts[::2]] == [KINDS[index % 4] for index in range(n_per_number)]
+
+
+@given(st.integers(16, 60), st.booleans(), st.integers(0, 2**31))
+def test_no_frame_lies_in_two_folds_and_each_has_every_kind(n_per_number, held_out, seed):
+    prompts = draw(n_per_number, held_out, seed)
+    folds = frame_folds(prompts, 2)
+    for prompt, fold in zip(prompts, folds, strict=True):
+        assert all(
+            other == fold for each, other in zip(prompts, folds, strict=True) if each.template == prompt.template
+        )
+    templates = {(prompt.frame, prompt.template, fold) for prompt, fold in zip(prompts, folds, strict=True)}
+    for kind in KINDS:
+        inside = [fold for frame, _, fold in templates if frame == kind]
+        assert abs(inside.count(0) - inside.count(1)) <= 1
+
+
+def test_prompts_without_a_frame_are_dealt_out():
+    prompts = [AgreementPrompt(f"Prompt {index}", plural=False, frame=None) for index in range(7)]
+    assert frame_folds(prompts, 3) == [0, 1, 2, 0, 1, 2, 0]
 
 
 @HALVES

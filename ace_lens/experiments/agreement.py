@@ -15,20 +15,21 @@ from typing import Annotated, Any
 
 import torch
 import tyro
+from scipy.stats import binomtest
 from torch import Tensor
 from tqdm import tqdm
 
 import ace_lens as ace
 from ace_lens.experiments.agreement_answers import answer_sets
 from ace_lens.experiments.agreement_files import load_prompts
-from ace_lens.experiments.agreement_prompts import AgreementPrompt, make_prompts, prompt_samples
+from ace_lens.experiments.agreement_prompts import AgreementPrompt, frame_folds, make_prompts, prompt_samples
 from ace_lens.experiments.language_models import LANGUAGE_MODELS, language_model
 from ace_lens.reports import Report
 
 COPULAS = {"is": False, "was": False, "are": True, "were": True}
 """Whether a copula is plural."""
-CHOOSING = 0.3
-"""The share of training prompts that choose the layer; the others are what cores are extracted from."""
+N_FOLDS = 4
+"""In so many parts training prompts choose the layer: each is judged with cores of the others, on frames unseen."""
 CONTROL_PROMPTS = 100
 N_DRAWS = 16
 TRANSFERRED = 400
@@ -78,35 +79,51 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model writes after a prompt, and what it writes with its core flipped wherever it predicts a token."""
+    """What a model writes after a prompt by itself, with its core flipped, and with its margin mirrored."""
 
     prompt: str
     clean: str
     flipped: str
+    mirrored: str
+
+
+@dataclass(frozen=True)
+class Turned:
+    """What steering does to continuations that begin with the right copula.
+
+    Arguments:
+        n_changed: those in which, steered, the first copula is in the other number.
+        changed: as a share.
+        interval: its 95% interval (Wilson).
+        perplexity: of the steered continuations under the plain model; None if there is no text in them.
+    """
+
+    n_changed: int
+    changed: float
+    interval: tuple[float, float]
+    perplexity: float | None
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Greedy continuations of held-out prompts.
+    """Greedy continuations of held-out prompts, steered wherever the model predicts a token.
 
     Arguments:
         n_prompts: prompts continued.
         n_right: those whose plain continuation begins with a copula, in the head's number. (Further on a copula may
-            have another subject.)
-        n_changed: those of them whose flipped continuation has a copula too, the first of which is in the other number.
-        changed: n_changed / n_right.
-        clean_perplexity: of plain continuations under the plain model.
-        flipped_perplexity: of flipped continuations under the plain model.
+            have another subject.) What follows is on these.
+        perplexity: of plain continuations under the plain model.
+        flip: with the core flipped, in `model.generate`; None without right continuations.
+        mirror: with the core flipped by the smallest strength that mirrors the margin; None likewise.
         examples: the first few of them.
     """
 
     n_prompts: int
     n_right: int
-    n_changed: int
-    changed: float
-    clean_perplexity: float
-    flipped_perplexity: float
-    examples: tuple[Continuation, ...]
+    perplexity: float | None = None
+    flip: Turned | None = None
+    mirror: Turned | None = None
+    examples: tuple[Continuation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -254,20 +271,24 @@ def _model_lines(model: ModelResult) -> list[str]:
             f"flip {row.flip}"
         )
     lines.append(
-        f"greedy continuations: {generation.n_right} of {generation.n_prompts} begin with a right copula; "
-        f"flipped, {generation.n_changed} of those have one in the other ({generation.changed:.0%})"
+        f"greedy continuations: {generation.n_right} of {generation.n_prompts} prompts go on with a right copula"
+        + _in_brackets(generation.perplexity)
     )
-    lines.append(
-        f"perplexity under the plain model: {generation.clean_perplexity:.1f} plain, "
-        f"{generation.flipped_perplexity:.1f} flipped"
-    )
+    for name, turned in (("core flipped", generation.flip), ("margin mirrored", generation.mirror)):
+        if turned is not None:
+            low, high = turned.interval
+            lines.append(
+                f"  {name}: {turned.n_changed} of those have the first copula in the other number, "
+                f"{turned.changed:.0%} [{low:.0%}, {high:.0%}]{_in_brackets(turned.perplexity)}"
+            )
     for example in generation.examples:
-        lines += [
-            f"  {example.prompt}",
-            f"    plain    {_marked(example.clean)}",
-            f"    flipped  {_marked(example.flipped)}",
-        ]
+        lines += [f"  {example.prompt}"]
+        lines += [f"    {name:<8}  {_marked(getattr(example, name))}" for name in ("clean", "flipped", "mirrored")]
     return lines
+
+
+def _in_brackets(perplexity: float | None) -> str:
+    return "" if perplexity is None else f" (perplexity {perplexity:.1f})"
 
 
 @dataclass(frozen=True)
@@ -339,16 +360,12 @@ def _find(
     options = {"batch_size": batch_size, "progress": config.progress}
     verbs = answer_sets(model, leave_out_split=True)
     target = verbs.margin(model)
-    # Twins stand side by side in what is made here, and stay together.
-    n_fit = 2 * round((1 - CHOOSING) * len(train) / 2)
-    fit, choose = prompt_samples(model, train[:n_fit]), prompt_samples(model, train[n_fit:])
     whole, judge = prompt_samples(model, train), prompt_samples(model, held_out)
 
     hook_points = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
-    trial = ace.extract_cores(model, fit, target, hook_points, rank=1, **options)
-    layer = _best_layer(ace.sweep_layers(model, trial, choose, target, **options))
-    # The layer is chosen; now every training prompt counts.
-    cores = ace.extract_cores(model, whole, target, hook_points, rank=1, **options)
+    folds = frame_folds(train, N_FOLDS)
+    cores, choosing = ace.crossfit_layers(model, whole, target, hook_points, folds, **options)
+    layer = _best_layer(choosing)
     sweep = ace.sweep_layers(model, cores, judge, target, **options)
     core = cores[hook_points[layer]]
     verdict = ace.validate(model, core, judge, target, **options)
@@ -387,7 +404,7 @@ def _find(
         outside_kl={name: values[0] for name, values in verdict.outside_kl.items()},
         sweep=[_sweep_row(sweep, index) for index in range(len(hook_points))],
         controls=controls,
-        generation=_generate(model, core, held_out[: 2 * config.n_continued], judge, config),
+        generation=_generate(model, core, target, held_out[: 2 * config.n_continued], judge.prepend_bos, config),
         transfer=[_transferred(model, core, target, name, prompts, batch_size) for name, prompts in transfer.items()],
         coordinates=coordinates.tolist(),
         margins=margins.tolist(),
@@ -445,32 +462,42 @@ def _transferred(
 
 
 def _generate(
-    model: Any, core: ace.Core, prompts: list[AgreementPrompt], samples: ace.Samples, config: AgreementConfig
+    model: Any,
+    core: ace.Core,
+    target: ace.LogitMargin,
+    prompts: list[AgreementPrompt],
+    prepend_bos: bool | None,
+    config: AgreementConfig,
 ) -> Generation:
-    texts = [prompt.text for prompt in prompts]
-    clean = _continued(model, texts, samples.prepend_bos, config)
+    plain = _continued(model, [prompt.text for prompt in prompts], prepend_bos, config)
+    pairs = zip(prompts, plain, strict=True)
+    right = [pair for pair in pairs if _begins_with_copula(pair[1]) and _number(pair[1]) == pair[0].plural]
+    if not right:
+        return Generation(len(prompts), 0)
+    texts, clean = [prompt.text for prompt, _ in right], [text for _, text in right]
     with ace.SignFlipSteerer(core, positions="last").attach(model):
-        flipped = _continued(model, texts, samples.prepend_bos, config)
-    right = [
-        _begins_with_copula(text) and _number(text) == prompt.plural
-        for text, prompt in zip(clean, prompts, strict=True)
-    ]
-    changed = [
-        ok and _number(text) == (not prompt.plural) for ok, text, prompt in zip(right, flipped, prompts, strict=True)
-    ]
-    examples = tuple(
-        Continuation(text, before, after)
-        for ok, text, before, after in zip(right, texts, clean, flipped, strict=True)
-        if ok
+        flipped = _continued(model, texts, prepend_bos, config)
+    mirrored = ace.generate_steered(
+        model,
+        texts,
+        ace.adaptive_flip(model, core, target, beyond=1.0),
+        max_new_tokens=config.n_new_tokens,
     )
+
+    def turned(steered: list[str]) -> Turned:
+        n_changed = sum(_number(text) == (not prompt.plural) for (prompt, _), text in zip(right, steered, strict=True))
+        interval = binomtest(n_changed, len(right)).proportion_ci(method="wilson")
+        return Turned(
+            n_changed, n_changed / len(right), (interval.low, interval.high), _perplexity(model, texts, steered)
+        )
+
     return Generation(
         n_prompts=len(prompts),
-        n_right=sum(right),
-        n_changed=sum(changed),
-        changed=sum(changed) / max(1, sum(right)),
-        clean_perplexity=_perplexity(model, texts, clean),
-        flipped_perplexity=_perplexity(model, texts, flipped),
-        examples=examples[:6],
+        n_right=len(right),
+        perplexity=_perplexity(model, texts, clean),
+        flip=turned(flipped),
+        mirror=turned(mirrored),
+        examples=tuple(itertools.starmap(Continuation, zip(texts, clean, flipped, mirrored, strict=True)))[:6],
     )
 
 
@@ -509,9 +536,11 @@ def _marked(text: str) -> str:
     return re.sub(r"\b(is|are|was|were)\b", r"*\1*", " ".join(text.split()))
 
 
-def _perplexity(model: Any, texts: list[str], continuations: list[str]) -> float:
-    """Of the continuations, given the prompts."""
+def _perplexity(model: Any, texts: list[str], continuations: list[str]) -> float | None:
+    """Of the continuations, given the prompts; None if all are empty."""
     pairs = [(text, text + more) for text, more in zip(texts, continuations, strict=True) if more.strip()]
+    if not pairs:
+        return None
     samples = ace.Samples.from_text(model, [whole for _, whole in pairs])
     starts = torch.tensor([model.to_tokens(text, prepend_bos=samples.prepend_bos).shape[1] for text, _ in pairs])
     inside = samples.position >= starts[samples.sequence] - 1

@@ -25,6 +25,7 @@ class AgreementPrompt:
         attractor: the noun between head and verb, in the singular; None where it is not known.
         right: the right verb, with the space before it, where a file gives one.
         wrong: the wrong verb, with the space before it, where a file gives one.
+        template: the frame itself, with places for `{head}` and `{attractor}`; None where it is not known.
     """
 
     text: str
@@ -34,6 +35,7 @@ class AgreementPrompt:
     attractor: str | None = None
     right: str | None = None
     wrong: str | None = None
+    template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,20 @@ def make_prompts(n_per_number: int, *, held_out: bool, generator: torch.Generato
     return prompts
 
 
+def frame_folds(prompts: Sequence[AgreementPrompt], n_folds: int) -> list[int]:
+    """A fold for each prompt, so that no frame lies in two of them, and each has frames of every kind.
+
+    The frames of a kind take turns. Prompts whose frame is not known are dealt out one by one.
+    """
+    place: dict[str, int] = {}
+    for kind in {prompt.frame for prompt in prompts}:
+        templates = sorted({prompt.template for prompt in prompts if prompt.frame == kind and prompt.template})
+        place |= {template: turn for turn, template in enumerate(templates)}
+    return [
+        (index if prompt.template is None else place[prompt.template]) % n_folds for index, prompt in enumerate(prompts)
+    ]
+
+
 def prompt_samples(model: ace.HookedModel, prompts: Sequence[AgreementPrompt]) -> ace.Samples:
     """One sample a prompt, at its last token, labelled with whether the head is plural.
 
@@ -232,6 +248,6 @@ def _twins(nouns: dict[str, str], kind: str, frame: str, head: str, attractor: s
     singular = frame.format(head=head, attractor=nouns[attractor])
     plural = frame.format(head=nouns[head], attractor=attractor)
     return [
-        AgreementPrompt(singular, False, kind, head, attractor),
-        AgreementPrompt(plural, True, kind, head, attractor),
+        AgreementPrompt(singular, False, kind, head, attractor, template=frame),
+        AgreementPrompt(plural, True, kind, head, attractor, template=frame),
     ]
