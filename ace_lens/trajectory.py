@@ -30,7 +30,7 @@ from ace_lens.samples import Samples
 from ace_lens.targets import Target, task_outputs
 from ace_lens.validation import Resampler, rank_sweep
 
-SUFFICIENT_WITHIN = 0.01
+SUFFICIENT_WITHIN = 0.005
 """How far below the model's own accuracy a sufficient core may stay."""
 
 
@@ -44,7 +44,7 @@ class TrajectoryPoint:
         test_accuracy: its accuracy on held-out samples.
         test_accuracy_interval: 95% bootstrap interval over sequences.
         rank: the dimensions that hold the given share of energy.
-        r_suf: the smallest rank that keeps the model's accuracy, less 0.01; None if none does.
+        r_suf: the smallest rank that keeps the model's accuracy, less 0.005; None if none does.
         r_nec: the smallest rank whose removal takes the accuracy to the level of chance; None if none does. Both are
             None while the model itself is no better than that.
         keep: accuracy with nothing but the core of `rank` dimensions.
@@ -248,7 +248,7 @@ class _Tracker:
         curves: dict[str, list[float]] = {"keep": [], "remove": []}
         at_rank = {}
         for name, tried, right in self._edited(model, seen):
-            curves[name].append(float(right.double().mean()))
+            curves[name].append(int(right.count_nonzero()) / len(right))
             if tried == rank:
                 at_rank[name] = self.resampler.mean(right)
         baseline = self.resampler.mean(_right(seen.outputs[len(self.train) :], self.held_out))
@@ -308,19 +308,15 @@ class _Tracker:
         jacobian, mean, basis = (part.to(clean) for part in (seen.jacobian, seen.core.mean, seen.core.basis))
         deviation = activations.to(clean) - mean
         coordinates, writes = (deviation @ basis).T.contiguous(), (jacobian @ basis).T.contiguous()
-        # Classes first, and no argmax: the largest class is found several times faster so.
+        # Classes first: that way the largest is found several times faster.
         left = clean.T.contiguous()
         kept = (left[:, :1] - (jacobian @ deviation[0])[:, None]).repeat(1, len(clean))
         label = self.held_out.labels.to(clean.device)[None]  # type: ignore[union-attr]
         for rank in ranks:
             kept.addr_(writes[rank - 1], coordinates[rank - 1])
             left.addr_(writes[rank - 1], coordinates[rank - 1], alpha=-1)
-            for name, outputs in (("keep", kept), ("remove", left)):
-                largest = outputs == outputs.amax(0)
-                if int(largest.sum()) > len(clean):  # ties: the first of equals counts, as it does elsewhere
-                    yield name, rank, _right(outputs.T, self.held_out)
-                else:
-                    yield name, rank, largest.gather(0, label)[0].cpu()
+            yield "keep", rank, _largest(kept, label)
+            yield "remove", rank, _largest(left, label)
 
     def _cycle(self, model: HookedModel, core: Core, seen: "_Observed", period: int) -> dict[str, Any]:
         """The fields of `TrajectoryPoint` on the step from class to class."""
@@ -378,6 +374,16 @@ def _joined(first: Samples, second: Samples) -> Samples:
 def _rounded(value: float) -> float:
     """To nine decimals: the last bits of linear algebra depend on where in memory its operands lie."""
     return round(value, 9) + 0.0
+
+
+def _largest(outputs: Tensor, label: Tensor) -> Tensor:
+    """Whether the largest of each sample's outputs `[class, sample]` is its label's, `[1, sample]`."""
+    own = outputs.gather(0, label)
+    others = outputs.scatter_(0, label, -torch.inf).amax(0)
+    outputs.scatter_(0, label, own)
+    if (own[0] == others).any():  # the first of equals counts, as it does elsewhere
+        return (outputs.T.argmax(1) == label[0]).cpu()
+    return (own[0] > others).cpu()
 
 
 def _right(outputs: Tensor, samples: Samples) -> Tensor:

@@ -23,7 +23,7 @@ from ace_lens.experiments.toys import build_native
 from ace_lens.experiments.training import IGNORED, Checkpoint, Recipe, checkpoints, train
 from ace_lens.reports import Report
 from ace_lens.shapes import typed
-from ace_lens.trajectory import trajectory_table
+from ace_lens.trajectory import SUFFICIENT_WITHIN, trajectory_table
 
 N_LAYERS = 2
 D_MODEL = 128
@@ -156,7 +156,8 @@ class ModularAdditionResults(Report):
         lines += [
             "",
             f"rank: dimensions with {ENERGY:.0%} of the energy; keep and remove are at that rank, on held-out pairs.",
-            f"r_suf: dimensions that keep the accuracy (less 0.01); r_nec: whose loss takes it to 2/p = {chance:.3f}.",
+            f"r_suf: dimensions that keep the accuracy (less {SUFFICIENT_WITHIN}); r_nec: whose loss takes it to 2/p = "
+            f"{chance:.3f}.",
             f"circle: share of eigenvalues within sin(pi/p) = {width:.3f} of the unit circle.",
             "R2: of the step from each answer to the next, predicted from all other steps.",
         ]
