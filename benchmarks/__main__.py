@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import extraction, layers
+from benchmarks import checkpoints, extraction, layers
 from benchmarks.case import Case, Outcome
 
 # A further module of cases only has to be added here.
-CASES: tuple[Case[Any, Any], ...] = (*extraction.CASES, *layers.CASES)
+CASES: tuple[Case[Any, Any], ...] = (*extraction.CASES, *checkpoints.CASES, *layers.CASES)
 
 COLUMNS = ("case", "ours (s, median)", "direct (s, median)", "ratio", "range", "reach")
 WIDTHS = (20, 16, 18, 8, 16, 18)

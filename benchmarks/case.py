@@ -22,18 +22,19 @@ class Case(Generic[Inputs, Result]):
         name: what the command line calls it.
         inputs: makes what both contestants start from; not timed.
         ours: the library, through its public names.
-        direct: a plain implementation of the same thing.
-        check: takes our result and the direct one; raises `Disagreement` where they are not equal.
+        direct: a plain implementation of the same thing, or another thing whose time ours is held against.
         repeats: how often each is timed, after one run to warm up.
+        check: takes our result and the direct one; raises `Disagreement` where they are not equal. None where they are
+            different things.
         reach: how many times faster ours has to be, if any.
     """
 
     name: str
     inputs: Callable[[], Inputs]
     ours: Callable[[Inputs], Result]
-    direct: Callable[[Inputs], Result]
-    check: Callable[[Result, Result], None]
+    direct: Callable[[Inputs], Any]
     repeats: int
+    check: Callable[[Result, Any], None] | None = None
     reach: float | None = None
 
     def run(self, repeats: int | None = None) -> "Outcome":
@@ -43,7 +44,7 @@ class Case(Generic[Inputs, Result]):
             timing = alternate(
                 lambda: self.ours(inputs),
                 lambda: self.direct(inputs),
-                self.check,
+                self.check or (lambda ours, direct: None),
                 repeats=self.repeats if repeats is None else repeats,
             )
         except Disagreement as disagreement:

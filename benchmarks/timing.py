@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -40,8 +40,8 @@ class Timing:
 
 def alternate(
     ours: Callable[[], Result],
-    direct: Callable[[], Result],
-    check: Callable[[Result, Result], None],
+    direct: Callable[[], Any],
+    check: Callable[[Result, Any], None],
     *,
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ace_lens as ace
-from benchmarks import extraction, layers
+from benchmarks import checkpoints, extraction, layers
 from benchmarks.__main__ import CASES, main
 from benchmarks.case import Case, Disagreement, Outcome
 from benchmarks.timing import Timing, alternate
@@ -52,6 +52,22 @@ def test_both_ways_of_a_sweep_agree(gpt2):
     layers.check(found, expected)
     with pytest.raises(Disagreement, match=r"ROC AUC by .* one way is wrong"):
         layers.check(found, expected.flip(1))
+
+
+@pytest.mark.parametrize("normalization", ["none", "post"])
+def test_both_ways_to_a_checkpoint_agree(normalization):
+    given = checkpoints.checkpoint(normalization, period=7)
+    found, expected = checkpoints.ours(given), checkpoints.direct(given)
+    assert found.shape == expected.shape == (2, 6)
+    assert len(found.unique()) > 3
+    checkpoints.check(found, expected)
+    with pytest.raises(Disagreement, match="one way is wrong"):
+        checkpoints.check(found, expected.flip(0))
+
+
+def test_a_case_without_a_check_only_times():
+    given = replace(tiny(), direct=lambda inputs: "another thing", check=None)
+    assert given.run().passed
 
 
 def test_prompts_of_the_sweep_pair_each_noun_with_another_of_the_other_number():
@@ -147,7 +163,8 @@ def test_a_missed_ratio_is_the_exit_status(capsys):
     [
         (
             ["extracton-576"],
-            "There is no case named 'extracton-576'. Choose from: extraction-576, extraction-4096, layers-smollm2.",
+            "There is no case named 'extracton-576'. Choose from: extraction-576, extraction-4096, "
+            "checkpoint-none, checkpoint-post, epoch-none, epoch-post, layers-smollm2.",
         ),
         (["--repeats", "0"], "'0' is not a whole number of at least 1"),
         (
