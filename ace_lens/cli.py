@@ -57,16 +57,12 @@ def agreement(config: AgreementConfig) -> None:
     """Run the agreement experiment; print its tables, write results, cores and figure."""
     print(f"Reading {', '.join(config.model)} ...", flush=True)
     start = time.perf_counter()
-    config.out.mkdir(parents=True, exist_ok=True)
-    results, cores = run_agreement(config)
-    results.save(config.out / "results.json")
-    for model, core in zip(results.models, cores, strict=True):
-        core.save(config.out / f"core-{model.name.replace('/', '--')}.safetensors")
+    results = run_agreement(config)
     plot_agreement(results).savefig(config.out / "agreement.png", dpi=200)
     print(f"\n{results}\n")
     print(
         f"Took {time.perf_counter() - start:.0f} s. Written to {config.out}: results.json, agreement.png and "
-        f"{len(cores)} cores (core-*.safetensors)."
+        f"{len(results.models)} cores (core-*.safetensors)."
     )
 
 

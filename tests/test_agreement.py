@@ -65,13 +65,34 @@ def test_two_models_from_the_command_line(small_models, tmp_path, capsys):
 
 def test_one_model_needs_no_pair(small_models, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.csv")
-    config = AgreementConfig(model=("one",), prompts=prompts, n_continued=1, n_new_tokens=2, progress=False)
-    results, (core,) = run_agreement(config)
-    again, _ = run_agreement(config)
-    assert results == again
+    out = tmp_path / "out"
+    config = AgreementConfig(model=("one",), prompts=prompts, out=out, n_continued=1, n_new_tokens=2, progress=False)
+    results = run_agreement(config)
+    assert AgreementResults.load(out / "results.json") == results
+    assert run_agreement(config) == results
     assert results.pairs == []
+    core = ace.Core.load(agreement.core_path(out, results.models[0]))
     assert core.provenance.n_samples == 48
     assert "one" in str(results)
+
+
+def test_an_interruption_costs_one_model(small_models, tmp_path, monkeypatch):
+    load = ace.load_model
+
+    def killed(spec):
+        if spec == "two":
+            raise KeyboardInterrupt
+        return load(spec)
+
+    monkeypatch.setattr(ace, "load_model", killed)
+    prompts = write_prompts(tmp_path / "prompts.csv")
+    with pytest.raises(KeyboardInterrupt):
+        run_agreement(
+            AgreementConfig(model=("one", "two"), prompts=prompts, out=tmp_path / "out", n_continued=1, progress=False)
+        )
+    results = AgreementResults.load(tmp_path / "out" / "results.json")
+    assert [model.name for model in results.models] == ["one"]
+    assert agreement.core_path(tmp_path / "out", results.models[0]).exists()
 
 
 def test_what_cannot_be_run_is_one_line(small_models, tmp_path):
@@ -83,6 +104,8 @@ def test_what_cannot_be_run_is_one_line(small_models, tmp_path):
         main(["agreement", "--model", "one", "--prompts", str(path)])
     with pytest.raises(ValueError, match="Name a model: --model gpt2-small"):
         run_agreement(AgreementConfig(model=()))
+    with pytest.raises(ValueError, match="two models called one, whose results would be mixed up"):
+        run_agreement(AgreementConfig(model=("one", "two", "one")))
 
 
 def test_the_first_copula_counts():
@@ -95,7 +118,7 @@ def test_the_first_copula_counts():
 
 
 @pytest.fixture(scope="module")
-def real(smollm2, gemma3):
+def real(smollm2, gemma3, tmp_path_factory):
     """Both real models, on fewer prompts than the command takes."""
     models = {"smollm2": smollm2, "gemma3": gemma3}
     with pytest.MonkeyPatch.context() as patch:
@@ -104,9 +127,14 @@ def real(smollm2, gemma3):
         patch.setattr(agreement, "CONTROL_PROMPTS", 40)
         patch.setattr(agreement, "N_DRAWS", 4)
         config = AgreementConfig(
-            model=("smollm2", "gemma3"), n_prompts=60, n_continued=30, n_new_tokens=8, progress=False
+            model=("smollm2", "gemma3"),
+            n_prompts=60,
+            n_continued=15,
+            n_new_tokens=6,
+            out=tmp_path_factory.mktemp("agreement"),
+            progress=False,
         )
-        return run_agreement(config)[0]
+        return run_agreement(config)
 
 
 def test_number_is_one_axis_in_real_models(real):

@@ -304,20 +304,26 @@ class _Found:
     batch_size: int
 
 
-def run_agreement(config: AgreementConfig) -> tuple[AgreementResults, list[ace.Core]]:
+def run_agreement(config: AgreementConfig) -> AgreementResults:
     """Find the core of every model, prove it on held-out prompts, and compare the models.
 
+    After each model the results so far and its core are written to `config.out`, so that an interruption costs one model
+    at most.
+
     Raises:
-        ValueError: no model, or prompts of one number only.
+        ValueError: no model, two of one name, or prompts of one number only.
         LoadingError: a model that cannot be had.
     """
     if not config.model:
         raise ValueError("Name a model: --model gpt2-small, a name on the hub, a folder, or a GGUF file.")
+    names = [_name(spec) for spec in config.model]
+    if again := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"There are two models called {', '.join(again)}, whose results would be mixed up. Rename one."
+        )
     generator = torch.Generator().manual_seed(config.seed)
     train, held_out = _prompts(config, generator)
     transfer = {path.name: _some(load_prompts(path), TRANSFERRED, generator) for path in config.transfer}
-    found = [_find(config, spec, train, held_out, transfer) for spec in config.model]
-    pairs = [_compare(first, second, config.seed) for first, second in itertools.combinations(found, 2)]
     about = {
         "model": list(config.model),
         "prompts": None if config.prompts is None else config.prompts.name,
@@ -325,7 +331,21 @@ def run_agreement(config: AgreementConfig) -> tuple[AgreementResults, list[ace.C
         "n_held_out": len(held_out),
         "seed": config.seed,
     }
-    return AgreementResults(about, [each.result for each in found], pairs), [each.core for each in found]
+    config.out.mkdir(parents=True, exist_ok=True)
+    results, found = AgreementResults(about, []), []
+    for spec in config.model:
+        found.append(_find(config, spec, train, held_out, transfer))
+        found[-1].core.save(core_path(config.out, found[-1].result))
+        results.models.append(found[-1].result)
+        results.save(config.out / "results.json")
+    results.pairs.extend(_compare(first, second, config.seed) for first, second in itertools.combinations(found, 2))
+    results.save(config.out / "results.json")
+    return results
+
+
+def core_path(folder: Path, model: ModelResult) -> Path:
+    """Where a model's core lies in the folder of the results."""
+    return folder / f"core-{model.name.replace('/', '--')}.safetensors"
 
 
 def _prompts(
