@@ -307,8 +307,8 @@ class _Found:
 def run_agreement(config: AgreementConfig) -> AgreementResults:
     """Find the core of every model, prove it on held-out prompts, and compare the models.
 
-    After each model the results so far and its core are written to `config.out`, so that an interruption costs one model
-    at most.
+    After each model the results so far and its core are written to `config.out`, so that an interruption costs no more
+    than one model.
 
     Raises:
         ValueError: no model, two of one name, or prompts of one number only.
