@@ -74,15 +74,15 @@ def test_seeds_draw_differently(held_out):
 
 @HALVES
 def test_all_there_are_can_be_drawn_and_no_more(held_out):
-    # Relative clauses are the fewest: 4 frames, 25 heads, and 12 people for attractors, of whom none is its own.
-    largest = 4 * 4 * (25 * 12 - 12)
+    # Relative clauses are the fewest: 8 frames, 25 heads, and 12 people for attractors, of whom none is its own.
+    largest = 4 * 8 * (25 * 12 - 12)
     prompts = draw(largest, held_out)
     assert len({prompt.text for prompt in prompts}) == len(prompts) == 2 * largest
     assert {prompt.head for prompt in prompts} == set((HELD_OUT if held_out else TRAINING).nouns)
     half = "held-out" if held_out else "training"
     for n_per_number in (largest + 1, 0):
         with pytest.raises(
-            ValueError, match=rf"no {n_per_number} prompts of each number .* the {half} half has 1 to 4608"
+            ValueError, match=rf"no {n_per_number} prompts of each number .* the {half} half has 1 to 9216"
         ):
             draw(n_per_number, held_out)
 
@@ -121,7 +121,7 @@ def test_nouns_show_their_number_and_frames_do_not(vocabulary):
         assert not all(regular)
     assert list(vocabulary.frames) == KINDS
     for frames in vocabulary.frames.values():
-        assert len(set(frames)) == len(frames) == 4
+        assert len(set(frames)) == len(frames) == 8
         for frame in frames:
             assert frame.index("{head}") < frame.index("{attractor}")
             assert not set(words(frame)) & {"is", "are", "was", "were", "has", "have", "does", "do", "this", "these"}
