@@ -55,16 +55,20 @@ class PausedPass:
 
 
 def paused_passes(
-    model: HookedModel, samples: Samples, hook_point: str, *, batch_size: int = 64, progress: bool = False
+    model: HookedModel,
+    samples: Samples,
+    hook_point: str,
+    *,
+    tokens: Sequence[int] | None = None,
+    batch_size: int = 64,
+    progress: bool = False,
 ) -> Iterator[PausedPass]:
     """Run the model on the samples, batch by batch, and stop at the hook point.
 
-    Samples of one sequence share a row only where they cannot reach each other from the hook point on.
-
-    Raises:
-        ValueError: an unknown hook point.
+    Samples of one sequence share a row only where they cannot reach each other from the hook point on. Arguments and
+    errors are those of `paused_at_each`.
     """
-    for paused in paused_at_each(model, samples, [hook_point], batch_size=batch_size, progress=progress):
+    for paused in paused_at_each(model, samples, [hook_point], tokens=tokens, batch_size=batch_size, progress=progress):
         yield from paused
 
 
@@ -73,6 +77,7 @@ def paused_at_each(
     samples: Samples,
     hook_points: Sequence[str],
     *,
+    tokens: Sequence[int] | None = None,
     batch_size: int = 64,
     progress: bool = False,
 ) -> Iterator[list[PausedPass]]:
@@ -80,6 +85,14 @@ def paused_at_each(
 
     Where the model has a cache of keys and values that can be relied on, what stands before the samples runs once, and
     every edit costs one token a sample from the hook point on.
+
+    Arguments:
+        model: the model.
+        samples: the samples.
+        hook_points: where to stop.
+        tokens: the tokens whose logits are looked at after an edit: `resume` may leave out the others, as NaN.
+        batch_size: rows in a forward pass.
+        progress: show a progress bar.
 
     Raises:
         ValueError: an unknown hook point.
@@ -94,7 +107,11 @@ def paused_at_each(
     else:
         order, rows = by_length(rows)
         batches = ((order[index], batch) for index, batch in rows.batches(batch_size))
-        pause = partial(_pause_last_tokens, model, replayed=replayable(tried, hook_points))
+        replayed: dict[str, _Replay] = dict.fromkeys(replayable(tried, hook_points), LastTokenPass.resume)
+        if tokens is not None:
+            some = replayable(tried, hook_points, tokens=tokens)
+            replayed |= dict.fromkeys(some & replayed.keys(), partial(LastTokenPass.resume, tokens=list(tokens)))
+        pause = partial(_pause_last_tokens, model, replayed=replayed)
     total = -(-len(rows.tokens) // batch_size)
     for index, batch in tqdm(batches, "Intervening", total, leave=False, disable=not progress):
         with torch.no_grad():
@@ -102,8 +119,16 @@ def paused_at_each(
         yield paused
 
 
+_Replay: TypeAlias = Callable[[LastTokenPass, str, Tensor], Tensor]
+
+
 def _pause_last_tokens(
-    model: HookedModel, hook_points: Sequence[str], index: Tensor, batch: Samples, *, replayed: set[str]
+    model: HookedModel,
+    hook_points: Sequence[str],
+    index: Tensor,
+    batch: Samples,
+    *,
+    replayed: Mapping[str, _Replay],
 ) -> list[PausedPass]:
     last, capture = LastTokenPass(model, batch), CoreHook(*hook_points)
     logits = last.run(capture.fwd_hooks())
@@ -113,7 +138,7 @@ def _pause_last_tokens(
             index=index,
             activations=capture.activations[name][:, 0],
             logits=logits,
-            resume=partial(last.resume if name in replayed else last.run_with, name),
+            resume=partial(replayed.get(name, LastTokenPass.run_with), last, name),
             restarted=True,
         )
         for name in hook_points
@@ -209,14 +234,16 @@ def edited_at_each(
 ) -> dict[str, EditedOutputs]:
     """The same for several hook points, each with edits of its own, from one pass over the samples.
 
-    Arguments and errors are otherwise those of `edited_outputs`; without `side_effects`, `outside_kl` stays empty.
+    Arguments and errors are otherwise those of `edited_outputs`; without `side_effects`, `outside_kl` stays empty, and
+    where the target says what it reads (by `tokens`), other logits need not be computed.
     """
     order: list[Tensor] = []
     clean: list[Tensor] = []
     found: dict[str, dict[str, list[Tensor]]] = {name: {} for name in edits}
     outside_kl: dict[str, dict[str, list[Tensor]]] = {name: {} for name in edits}
     restarted: dict[str, bool] = {}
-    for paused in paused_at_each(model, samples, list(edits), batch_size=batch_size, progress=progress):
+    tokens = None if side_effects else getattr(target, "tokens", None)
+    for paused in paused_at_each(model, samples, list(edits), tokens=tokens, batch_size=batch_size, progress=progress):
         logits = paused[0].logits
         order.append(paused[0].index)
         clean.append(_finite(task_outputs(target, logits), "the unedited model", len(clean)))

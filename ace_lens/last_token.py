@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,21 +95,21 @@ class LastTokenPass:
 
         return self.run([(hook_point, put)])
 
-    def resume(self, hook_point: str, activations: Tensor) -> Tensor:
+    def resume(self, hook_point: str, activations: Tensor, *, tokens: Sequence[int] | None = None) -> Tensor:
         """The same, through nothing but the blocks behind the hook point; `run` has to come first.
 
         Each block is called as it was called then, so that its hooks fire. `replayable` says for which hook points this
-        is right.
+        is right. With `tokens`, all other logits are NaN; see `unembed`.
         """
         if activations.ndim == 3:
-            return self._at_once(LastTokenPass.resume, hook_point, activations)
+            return self._at_once(partial(LastTokenPass.resume, tokens=tokens), hook_point, activations)
         first = _first_block_behind(self.model, hook_point)
         stream = activations.unsqueeze(1)
         with evaluating(self.model), self._cache_kept():
             for block, (args, kwargs) in list(zip(self.model.blocks, self._calls, strict=True))[first:]:
                 output = block(stream, *args, **kwargs)
                 stream = output[0] if isinstance(output, tuple) else output
-            return unembed(self.model, stream)[:, 0]
+            return unembed(self.model, stream, tokens)[:, 0]
 
     def _at_once(
         self, way: "Callable[[LastTokenPass, str, Tensor], Tensor]", hook_point: str, several: Tensor
@@ -217,11 +218,13 @@ def tried_on_few(model: HookedModel, samples: Samples) -> LastTokenPass | None:
     return None
 
 
-def replayable(last: LastTokenPass, hook_points: Sequence[str]) -> set[str]:
-    """The hook points from which `LastTokenPass.resume` gives the model's own logits.
+def replayable(last: LastTokenPass, hook_points: Sequence[str], *, tokens: Sequence[int] | None = None) -> set[str]:
+    """The hook points from which `LastTokenPass.resume` gives the model's own logits, all of them or those of tokens.
 
     Tried from the first of them on, two edits at once: that covers the blocks behind all the others.
     """
+    if tokens is not None and any(hook.fwd_hooks for hook in _hooks_of_unembedding(last.model)):
+        return set()
     starts = {name: start for name in hook_points if (start := _first_block_behind(last.model, name)) is not None}
     if not starts:
         return set()
@@ -231,10 +234,16 @@ def replayable(last: LastTokenPass, hook_points: Sequence[str]) -> set[str]:
         logits = last.run(capture.fwd_hooks())
         activations = capture.activations[first][:, 0]
         try:
-            again = last.resume(first, activations.expand(2, *activations.shape))
+            again = last.resume(first, activations.expand(2, *activations.shape), tokens=tokens)
         except _MISFITS:
             return set()
+        if tokens is not None:
+            again, logits = again[..., tokens], logits[..., tokens]
         return set(starts) if same_logits(again, logits.expand_as(again)) else set()
+
+
+def _hooks_of_unembedding(model: Any) -> list[Any]:
+    return [point for name, point in model.hook_dict.items() if name.startswith("unembed.")]
 
 
 def _first_block_behind(model: HookedModel, hook_point: str) -> int | None:

@@ -227,14 +227,24 @@ def run(model: HookedModel, tokens: Tensor, attention_mask: Tensor, fwd_hooks: F
         return model(tokens, **masks, **options)
 
 
-def unembed(model: HookedModel, residual: Tensor) -> Tensor:
+def unembed(model: HookedModel, residual: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
     """From the residual stream after the last block, `[batch, pos, d_model]`, to logits: final norm, unembedding, cap.
 
-    None of them depends on the training mode.
+    None of them depends on the training mode. With `tokens`, only their logits are computed, and all others are NaN:
+    over a large vocabulary that is most of the work. Hooks of the unembedding do not fire then.
     """
     parts: Any = model
     if parts.cfg.normalization_type is not None:
         residual = parts.ln_final(residual)
-    logits = parts.unembed(residual)
     cap = getattr(parts.cfg, "output_logits_soft_cap", None) or 0.0
-    return cap * torch.tanh(logits / cap) if cap > 0 else logits
+
+    def capped(logits: Tensor) -> Tensor:
+        return cap * torch.tanh(logits / cap) if cap > 0 else logits
+
+    if tokens is None:
+        return capped(parts.unembed(residual))
+    weight, bias = parts.unembed.W_U, parts.unembed.b_U
+    few = residual @ weight[:, tokens] + bias[tokens]
+    logits = few.new_full((*few.shape[:-1], weight.shape[1]), torch.nan)
+    logits[..., tokens] = capped(few)
+    return logits

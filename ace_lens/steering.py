@@ -68,7 +68,8 @@ def smallest_flips(
     if not beyond >= 0:
         raise ValueError(f"An output comes a share of at least 0 of its size to the other side, not {beyond}.")
     found = torch.full((len(samples),), torch.nan)
-    for paused in paused_passes(model, samples, core.hook_point, batch_size=batch_size):
+    tokens = getattr(target, "tokens", None)
+    for paused in paused_passes(model, samples, core.hook_point, tokens=tokens, batch_size=batch_size):
         found[paused.index] = _smallest_flips(paused, core, target, beyond, largest)
     return found
 

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 
 import ace_lens as ace
 from ace_lens import last_token, probe
-from ace_lens.downstream import edited_at_each
+from ace_lens.downstream import edited_at_each, paused_passes
 from ace_lens.last_token import LastTokenPass, replayable, tried_on_few
 
 TARGET = ace.CentredLogits([3, 5, 8])
@@ -315,3 +315,29 @@ def test_left_and_right_padding_of_the_given_samples_are_one(gpt2, tokens):
     ]
     for name in HOOK_POINTS:
         assert torch.equal(found[0][name].edited["keep"], found[1][name].edited["keep"])
+
+
+def test_only_the_logits_that_are_read_need_be_computed(cached, tokens):
+    samples = ace.Samples.from_tokens(tokens)
+    whole = edited_at_each(cached, samples, TARGET, EDITS)
+    some = edited_at_each(cached, samples, TARGET, EDITS, side_effects=False)
+    for name in HOOK_POINTS:
+        for edit, outputs in whole[name].edited.items():
+            torch.testing.assert_close(some[name].edited[edit], outputs, rtol=1e-4, atol=1e-5)
+    (paused,) = paused_passes(cached, samples, RESIDUALS[1], tokens=TARGET.tokens)
+    logits = paused.resume(torch.stack([paused.activations] * 2))
+    unread = torch.ones(logits.shape[-1], dtype=torch.bool)
+    unread[TARGET.tokens] = False
+    assert logits[..., unread].isnan().all()
+    torch.testing.assert_close(logits[0][:, ~unread], paused.logits[:, ~unread], rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_of_the_user_on_the_unembedding_still_act(cached, tokens):
+    samples = ace.Samples.from_tokens(tokens)
+    cached.hook_dict["unembed.hook_out"].add_hook(lambda logits, hook: 2 * logits)
+    whole = edited_at_each(cached, samples, TARGET, EDITS)
+    some = edited_at_each(cached, samples, TARGET, EDITS, side_effects=False)
+    (paused,) = paused_passes(cached, samples, RESIDUALS[1], tokens=TARGET.tokens)
+    assert paused.resume(paused.activations).isfinite().all()
+    for name in HOOK_POINTS:
+        torch.testing.assert_close(some[name].edited["flip"], whole[name].edited["flip"])
