@@ -92,7 +92,8 @@ def find_core(
         raise ValueError("There are no hook points to choose from. Give at least one, such as a resid_post a layer.")
     generator = generator or torch.Generator().manual_seed(0)
     extraction, selection = samples.split(0.5, generator)
-    if shared := _shared_rows(samples, held_out):
+    known = set(samples.contents())
+    if shared := sum(content in known for content in held_out.contents()):
         raise ValueError(
             f"{shared} of the {len(held_out.tokens)} held-out sequences are among those to choose on, so the verdict "
             "would not be on other data. Split them first: samples.split(...)."
@@ -135,17 +136,6 @@ def _finest_score(model: HookedModel, samples: Samples, target: Target, hook_poi
     one = edited_outputs(model, samples[:1], target, hook_point, lambda activations, index: [])
     score = default_score(one.clean.shape[1], samples.labels)
     return CROSS_ENTROPY if score is ACCURACY else score
-
-
-def _shared_rows(first: Samples, second: Samples) -> int:
-    """How many sequences of the second also stand in the first."""
-
-    def rows(samples: Samples) -> list[tuple[int, ...]]:
-        pairs = zip(samples.tokens, samples.attention_mask, strict=True)
-        return [tuple(tokens[mask != 0].tolist()) for tokens, mask in pairs]
-
-    known = set(rows(first))
-    return sum(row in known for row in rows(second))
 
 
 def _chosen_rank(validation: Validation) -> int:

@@ -21,7 +21,7 @@ from ace_lens.hooks import CoreHook
 from ace_lens.last_token import LastTokenPass, by_length, replayable, same_logits, tried_on_few
 from ace_lens.models import HookedModel, is_pointwise_downstream, resolve_hook_point, run, unembed
 from ace_lens.samples import Samples
-from ace_lens.targets import Target, task_outputs, tokens_outside
+from ace_lens.targets import Target, task_outputs, tokens_outside, tokens_read
 
 Edits: TypeAlias = Callable[[Tensor, Tensor], Iterable[tuple[str, Tensor]]]
 """Takes the activations `[n, d_model]` of some samples and their indices `[n]`; gives edited activations by name."""
@@ -29,7 +29,8 @@ Edits: TypeAlias = Callable[[Tensor, Tensor], Iterable[tuple[str, Tensor]]]
 
 # Keep, remove and flip. More would be no faster, and their logits over a large vocabulary take much memory.
 _EDITS_AT_ONCE = 3
-_N_TRIED = 64
+# So many samples tell whether a way on from the last block gives the model's own logits.
+_N_COMPARED = 64
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def edited_at_each(
     found: dict[str, dict[str, list[Tensor]]] = {name: {} for name in edits}
     outside_kl: dict[str, dict[str, list[Tensor]]] = {name: {} for name in edits}
     restarted: dict[str, bool] = {}
-    tokens = None if side_effects else getattr(target, "tokens", None)
+    tokens = None if side_effects else tokens_read(target)
     for paused in paused_at_each(model, samples, list(edits), tokens=tokens, batch_size=batch_size, progress=progress):
         logits = paused[0].logits
         order.append(paused[0].index)
@@ -310,7 +311,8 @@ def _finite(outputs: Tensor, name: str, batch: int) -> Tensor:
     if not outputs.isfinite().all():
         raise ValueError(
             f"The task's outputs are NaN or infinite in batch {batch} under {name}. Likely causes: overflow in "
-            "float16, a row without a real token, or a target that divides by zero."
+            "float16, a row without a real token, or a target that divides by zero or reads other logits than those of "
+            "its attribute tokens."
         )
     return outputs
 
@@ -359,7 +361,7 @@ def _cheapest_restart(rows: _Rows) -> _Restart:
     if is_pointwise_downstream(rows.model, rows.hook_point):
         cheap = _from_last_block
         # Samples do not see each other here, so a few of them tell.
-        activations, logits = activations[:_N_TRIED], logits[:_N_TRIED]
+        activations, logits = activations[:_N_COMPARED], logits[:_N_COMPARED]
     try:
         again = cheap(rows, activations)
     except (NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError, IndexError):

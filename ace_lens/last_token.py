@@ -223,7 +223,8 @@ def replayable(last: LastTokenPass, hook_points: Sequence[str], *, tokens: Seque
 
     Tried from the first of them on, two edits at once: that covers the blocks behind all the others.
     """
-    if tokens is not None and any(hook.fwd_hooks for hook in _hooks_of_unembedding(last.model)):
+    hooks = last.model.hook_dict.items()
+    if tokens is not None and any(hook.fwd_hooks for name, hook in hooks if name.startswith("unembed.")):
         return set()
     starts = {name: start for name in hook_points if (start := _first_block_behind(last.model, name)) is not None}
     if not starts:
@@ -240,10 +241,6 @@ def replayable(last: LastTokenPass, hook_points: Sequence[str], *, tokens: Seque
         if tokens is not None:
             again, logits = again[..., tokens], logits[..., tokens]
         return set(starts) if same_logits(again, logits.expand_as(again)) else set()
-
-
-def _hooks_of_unembedding(model: Any) -> list[Any]:
-    return [point for name, point in model.hook_dict.items() if name.startswith("unembed.")]
 
 
 def _first_block_behind(model: HookedModel, hook_point: str) -> int | None:

@@ -1,7 +1,7 @@
 """Where in a model a core does its work: keep, remove and flip at every layer, from one pass over the samples."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -135,9 +135,11 @@ def crossfit_layers(
 ) -> tuple[dict[str, Core], LayerSweep]:
     """A core at each of several layers, and a sweep that may choose among them on the same samples.
 
-    In the sweep every sample is judged with cores that were extracted without its fold; the cores that are returned
-    come from all samples. Each sample is probed once: extractors of the folds are merged. Where what is judged in the
-    end differs from the samples in some respect (other words, other sentences), let folds differ in the same.
+    In the sweep every sample is judged with cores whose directions come from the other folds; the cores that are
+    returned come from all samples. All of them act about the mean of all samples, which sees no label, so that folds in
+    which labels are not as frequent as elsewhere do no harm. Each sample is probed once: extractors of the folds are
+    merged. Where what is judged in the end differs from the samples in some respect (other words, other sentences), let
+    folds differ in the same.
 
     Arguments:
         model: the model.
@@ -153,18 +155,22 @@ def crossfit_layers(
         progress: show a progress bar.
 
     Raises:
-        ValueError: folds that are not one a sample, fewer than two of them, a sequence whose samples lie in two folds,
-            labels are missing, and as `extract_core`.
+        ValueError: no hook points, folds that are not one a sample, fewer than two of them, a sequence that stands in
+            two folds, labels are missing, and as `extract_core`.
     """
-    parts = _parts(samples, torch.as_tensor(folds))
+    if not hook_points:
+        raise ValueError("There are no hook points to try. Give at least one, such as a resid_post a layer.")
+    if samples.labels is None:
+        raise ValueError("Layers are compared by a score of outputs against labels, but the samples have none.")
+    parts = _parts(samples, torch.as_tensor(folds).cpu())
     options = {"batch_size": batch_size, "progress": progress}
     seen = [core_extractors(model, samples[part], target, list(hook_points), **options) for part in parts]
+    cores = _merged_cores(seen, rank)
     results = []
     for fold, part in enumerate(parts):
-        cores = _merged_cores([each for other, each in enumerate(seen) if other != fold], rank)
-        edits = {name: rank_sweep(core, [rank]) for name, core in cores.items()}
+        others = _merged_cores([each for other, each in enumerate(seen) if other != fold], rank)
+        edits = {name: rank_sweep(replace(core, mean=cores[name].mean), [rank]) for name, core in others.items()}
         results.append(edited_at_each(model, samples[part], target, edits, side_effects=False, **options))
-    cores = _merged_cores(seen, rank)
     undo = torch.cat(parts).argsort()
     joined = {name: _joined([result[name] for result in results], undo) for name in cores}
     sweep = _swept(
@@ -172,7 +178,7 @@ def crossfit_layers(
         joined,
         cores,
         description=f"Cores of {next(iter(cores.values())).provenance.model_name}, target {describe(target)}",
-        chosen_on=f"the other {len(parts) - 1} of {len(parts)} folds",
+        chosen_on=f"cores of the other {len(parts) - 1} of {len(parts)} folds",
         judged_on=f"{len(samples)} samples in {len(samples.tokens)} sequences, fold by fold",
     )
     return cores, sweep
@@ -185,10 +191,12 @@ def _parts(samples: Samples, folds: Tensor) -> list[Tensor]:
     parts = [(folds == fold).nonzero()[:, 0] for fold in folds.unique()]
     if len(parts) < 2:
         raise ValueError("There is one fold only, so nothing is left to extract cores from. Give two folds or more.")
-    if sum(len(samples.sequence[part].unique()) for part in parts) != len(samples.sequence.unique()):
+    contents = samples.contents()
+    inside = [{contents[row] for row in samples.sequence[part].unique().tolist()} for part in parts]
+    if sum(map(len, inside)) != len(set().union(*inside)):
         raise ValueError(
-            "A sequence has samples in two folds, so that cores would be judged on sequences that they come from. Give "
-            "all samples of a sequence the same fold."
+            "A sequence stands in two folds, so that cores would be judged on sequences that they come from. Give all "
+            "samples of a sequence, and equal sequences, the same fold."
         )
     return parts
 

@@ -230,8 +230,8 @@ def run(model: HookedModel, tokens: Tensor, attention_mask: Tensor, fwd_hooks: F
 def unembed(model: HookedModel, residual: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
     """From the residual stream after the last block, `[batch, pos, d_model]`, to logits: final norm, unembedding, cap.
 
-    None of them depends on the training mode. With `tokens`, only their logits are computed, and all others are NaN:
-    over a large vocabulary that is most of the work. Hooks of the unembedding do not fire then.
+    None of them depends on the training mode. With `tokens`, only their logits are computed and all others are NaN,
+    which spares most of the work over a large vocabulary. Hooks of the unembedding do not fire then.
     """
     parts: Any = model
     if parts.cfg.normalization_type is not None:

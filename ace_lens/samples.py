@@ -166,6 +166,11 @@ class Samples:
         first = torch.isin(self.sequence, order[: round(fraction * len(order))])
         return self[first.nonzero()[:, 0]], self[(~first).nonzero()[:, 0]]
 
+    def contents(self) -> list[tuple[int, ...]]:
+        """The real tokens of each sequence, by which equal sequences are known."""
+        pairs = zip(self.tokens, self.attention_mask, strict=True)
+        return [tuple(tokens[mask != 0].tolist()) for tokens, mask in pairs]
+
     def one_per_row(self) -> "Samples":
         """The same samples, each in a row of its own.
 

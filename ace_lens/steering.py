@@ -16,7 +16,7 @@ from ace_lens.downstream import PausedPass, paused_passes
 from ace_lens.hooks import CoordinateSetter, CoreHook, SignFlipSteerer
 from ace_lens.models import FwdHooks, HookedModel, run
 from ace_lens.samples import Samples
-from ace_lens.targets import Target, describe, task_outputs
+from ace_lens.targets import Target, describe, task_outputs, tokens_read
 
 Steer: TypeAlias = Callable[[Samples], FwdHooks]
 """Takes samples to the hooks that steer a pass over them, whose rows are those of the samples."""
@@ -40,7 +40,7 @@ def smallest_flips(
     largest: float = 4.0,
     batch_size: int = 64,
 ) -> Float[Tensor, "sample"]:
-    """The smallest strength of a flip that gives each sample's output the other sign; NaN where none does.
+    """The smallest strength of a flip that brings each sample's output to the other side; NaN where none does.
 
     Strengths are those of `SignFlipSteerer`, h -> h - 2 s P (h - mu), at the sample's own position. They are looked for
     at 16 even steps up to the largest, and within the first step that ends on the other side again, to 1/4096 of the
@@ -68,8 +68,7 @@ def smallest_flips(
     if not beyond >= 0:
         raise ValueError(f"An output comes a share of at least 0 of its size to the other side, not {beyond}.")
     found = torch.full((len(samples),), torch.nan)
-    tokens = getattr(target, "tokens", None)
-    for paused in paused_passes(model, samples, core.hook_point, tokens=tokens, batch_size=batch_size):
+    for paused in paused_passes(model, samples, core.hook_point, tokens=tokens_read(target), batch_size=batch_size):
         found[paused.index] = _smallest_flips(paused, core, target, beyond, largest)
     return found
 
@@ -107,8 +106,9 @@ def _only_output(target: Target, logits: Tensor) -> Tensor:
         )
     if not outputs.isfinite().all():
         raise ValueError(
-            "The target's outputs are NaN or infinite, so they have no sign to turn. Likely cause: overflow in "
-            "float16; load the model in bfloat16 or float32."
+            "The target's outputs are NaN or infinite, so they have no sign to turn. Likely causes: overflow in "
+            "float16 (load the model in bfloat16 or float32), or a target that reads other logits than those of its "
+            "attribute tokens."
         )
     return outputs[:, 0]
 
@@ -126,9 +126,10 @@ def plain_flip(core: Core, strength: float = 1.0) -> Steer:
 def adaptive_flip(
     model: HookedModel, core: Core, target: Target, *, beyond: float = 0.0, largest: float = 4.0
 ) -> Steer:
-    """Flip a core with the smallest strength that turns the sign of each sample's output.
+    """Flip a core with the smallest strength that brings each sample's output to the other side.
 
-    Samples that no strength turns are left as they are. Arguments and errors are those of `smallest_flips`.
+    Samples that no strength brings there, as far as `beyond` says, are left as they are. Arguments and errors
+    are those of `smallest_flips`.
     """
 
     def steer(samples: Samples) -> FwdHooks:

@@ -133,11 +133,16 @@ def task_outputs(target: Target, logits: Tensor) -> Tensor:
     return outputs
 
 
+def tokens_read(target: Target) -> list[int] | None:
+    """The tokens whose logits a target reads, by its attribute `tokens`; None where it may be any."""
+    return getattr(target, "tokens", None) or None
+
+
 def tokens_outside(target: Target, d_vocab: int) -> Tensor | None:
     """The tokens that a target does not read, in order; None unless there are two, among which to choose.
 
-    A target says what it reads by an attribute `tokens`, None for the whole vocabulary. Of a plain function nothing
-    is known, so every token counts as outside.
+    Of a plain function nothing is known, so every token counts as outside; `tokens = None` stands for the whole
+    vocabulary.
     """
     read = getattr(target, "tokens", [])
     if read is None:

@@ -16,7 +16,7 @@ class Disagreement(Exception):
 
 @dataclass(frozen=True)
 class Case(Generic[Inputs, Result]):
-    """Our way and the direct way to one result.
+    """Our way to a result, and what its time is held against: the direct way to the same, as a rule.
 
     Arguments:
         name: what the command line calls it.
@@ -38,7 +38,7 @@ class Case(Generic[Inputs, Result]):
     reach: float | None = None
 
     def run(self, repeats: int | None = None) -> "Outcome":
-        """Check that the results are equal, then time both; `repeats` replaces the case's own."""
+        """Check that the results are equal, where they can be, then time both; `repeats` replaces the case's own."""
         inputs = self.inputs()
         try:
             timing = alternate(
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the results are equal and a ratio to reach, if any, is reached."""
+        """Whether no results differ, and a ratio to reach, if any, is reached."""
         return self.timing is not None and self.reached is not False
 
     def as_json(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Ours is `track_core` on one model: accuracies, a core over all pairs, keep and remove at every rank, the step from
 answer to answer. The direct way to the two curves is what one writes with TransformerLens alone: a forward pass over
-the held-out pairs for each rank and intervention, here of the last block's output only. Another case asks whether
-looking at a checkpoint costs more than an epoch, the work between two of them being at least that.
+the held-out pairs for each rank and intervention. The cases `epoch-*` ask whether looking at a checkpoint takes longer
+than an epoch, the least that lies between two of them.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ TOLERANCE = 0.003
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on its way, its optimizer, and the pairs of residues `[n, 2]` that it was trained on and was not."""
+    """A model on its way, its optimizer, and samples of the pairs that it is trained on and of the others."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -44,7 +44,8 @@ class Checkpoint:
 
 
 def checkpoint(normalization: Literal["none", "post"], period: int = PERIOD) -> Checkpoint:
-    """A model after a few epochs."""
+    """A model after a few epochs, whose dropout and order of batches draw from torch's global state, seeded here."""
+    torch.manual_seed(0)
     pairs, sums = addition_pairs(period)
     halves = split_pairs(period, 0.5, torch.Generator().manual_seed(0))
     train, held_out = (ace.Samples.from_tokens(pairs[index], labels=sums[index]) for index in halves)

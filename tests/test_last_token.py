@@ -333,11 +333,9 @@ def test_only_the_logits_that_are_read_need_be_computed(cached, tokens):
 
 
 def test_hooks_of_the_user_on_the_unembedding_still_act(cached, tokens):
-    samples = ace.Samples.from_tokens(tokens)
-    cached.hook_dict["unembed.hook_out"].add_hook(lambda logits, hook: 2 * logits)
-    whole = edited_at_each(cached, samples, TARGET, EDITS)
-    some = edited_at_each(cached, samples, TARGET, EDITS, side_effects=False)
-    (paused,) = paused_passes(cached, samples, RESIDUALS[1], tokens=TARGET.tokens)
+    seen = []
+    cached.hook_dict["unembed.hook_out"].add_hook(lambda logits, hook: seen.append(len(logits)))
+    (paused,) = paused_passes(cached, ace.Samples.from_tokens(tokens), RESIDUALS[1], tokens=TARGET.tokens)
+    seen.clear()
     assert paused.resume(paused.activations).isfinite().all()
-    for name in HOOK_POINTS:
-        torch.testing.assert_close(some[name].edited["flip"], whole[name].edited["flip"])
+    assert seen == [6]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import N_LAYERS, random_core
@@ -45,6 +47,7 @@ def test_every_fold_is_judged_with_cores_of_the_others(model, samples):
         inside = torch.tensor([index for index in range(6) if folds[index] == fold])
         outside = torch.tensor([index for index in range(6) if folds[index] != fold])
         core = ace.extract_core(model, samples[outside], margin, HOOK_POINTS[1], rank=1)
+        core = replace(core, mean=whole[HOOK_POINTS[1]].mean)
         for name, edited in outputs.items():
             edit = intervention(core, name).apply
             result = ace.edited_outputs(
@@ -62,7 +65,7 @@ def test_every_fold_is_judged_with_cores_of_the_others(model, samples):
         assert cores[name].provenance.n_samples == 6
         torch.testing.assert_close(cores[name].basis, whole[name].basis)
         torch.testing.assert_close(cores[name].mean, whole[name].mean)
-    assert "chosen on the other 2 of 3 folds; judged on 6 samples in 6 sequences, fold by fold" in str(sweep)
+    assert "chosen on cores of the other 2 of 3 folds; judged on 6 samples in 6 sequences, fold by fold" in str(sweep)
 
 
 def test_folds_that_do_not_serve_are_refused(model, samples, tokens):
@@ -72,8 +75,14 @@ def test_folds_that_do_not_serve_are_refused(model, samples, tokens):
     with pytest.raises(ValueError, match=r"There is one fold only, .* Give two folds or more"):
         ace.crossfit_layers(model, samples, margin, HOOK_POINTS, [3] * 6)
     several = ace.Samples.from_tokens(tokens, "all")
-    with pytest.raises(ValueError, match="A sequence has samples in two folds"):
-        ace.crossfit_layers(model, several, margin, HOOK_POINTS, torch.arange(len(several)) % 2)
+    for split in (several, several.one_per_row()):
+        labelled = replace(split, labels=torch.arange(len(split)) % 2)
+        with pytest.raises(ValueError, match="A sequence stands in two folds"):
+            ace.crossfit_layers(model, labelled, margin, HOOK_POINTS, torch.arange(len(split)) % 2)
+    with pytest.raises(ValueError, match="against labels, but the samples have none"):
+        ace.crossfit_layers(model, several, margin, HOOK_POINTS, several.sequence)
+    with pytest.raises(ValueError, match="There are no hook points to try"):
+        ace.crossfit_layers(model, samples, margin, [], [0, 0, 0, 1, 1, 1])
 
 
 def test_cores_that_do_not_fit_are_refused(model, samples):

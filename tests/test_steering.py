@@ -138,7 +138,7 @@ def test_smallest_flips_say_what_is_wrong(native, tokens):
     samples, core = ace.Samples.from_tokens(tokens), random_core(1)
     with pytest.raises(ValueError, match=r"sign of one output, but CentredLogits\(\[3, 5\]\) has 2. .* a LogitMargin"):
         ace.smallest_flips(native, core, samples, ace.CentredLogits([3, 5]))
-    with pytest.raises(ValueError, match=r"NaN or infinite, so they have no sign to turn. Likely cause: overflow"):
+    with pytest.raises(ValueError, match=r"NaN or infinite, so they have no sign to turn. Likely causes: overflow"):
         ace.smallest_flips(native, core, samples, lambda logits: logits[:, :1] / 0)
     with pytest.raises(ValueError, match=r"up to the largest, which 0.0 does not lie above"):
         ace.smallest_flips(native, core, samples, margin(native), largest=0.0)

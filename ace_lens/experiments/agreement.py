@@ -29,7 +29,7 @@ from ace_lens.reports import Report
 COPULAS = {"is": False, "was": False, "are": True, "were": True}
 """Whether a copula is plural."""
 N_FOLDS = 4
-"""In so many parts training prompts choose the layer: each is judged with cores of the others, on frames unseen."""
+"""Training prompts choose the layer in so many folds that share no frame."""
 CONTROL_PROMPTS = 100
 N_DRAWS = 16
 TRANSFERRED = 400
@@ -53,7 +53,7 @@ class AgreementConfig:
     n_prompts: int = 200
     """Prompts of each number, as many for training as held out."""
     n_continued: int = 40
-    """Held-out prompts of each number that are continued, plainly and flipped."""
+    """Held-out prompts of each number that are continued: plainly, flipped, and with the margin mirrored."""
     n_new_tokens: int = 12
     """Tokens in a continuation."""
     batch_size: int | None = None
@@ -82,17 +82,17 @@ class Continuation:
     """What a model writes after a prompt by itself, with its core flipped, and with its margin mirrored."""
 
     prompt: str
-    clean: str
+    plain: str
     flipped: str
     mirrored: str
 
 
 @dataclass(frozen=True)
-class Turned:
+class Steered:
     """What steering does to continuations that begin with the right copula.
 
     Arguments:
-        n_changed: those in which, steered, the first copula is in the other number.
+        n_changed: those that, steered, begin with a copula in the other number.
         changed: as a share.
         interval: its 95% interval (Wilson).
         perplexity: of the steered continuations under the plain model; None if there is no text in them.
@@ -110,19 +110,20 @@ class Generation:
 
     Arguments:
         n_prompts: prompts continued.
-        n_right: those whose plain continuation begins with a copula, in the head's number. (Further on a copula may
+        n_right: those whose plain continuation begins with a copula, in the head's number. (Further on, a copula may
             have another subject.) What follows is on these.
         perplexity: of plain continuations under the plain model.
         flip: with the core flipped, in `model.generate`; None without right continuations.
-        mirror: with the core flipped by the smallest strength that mirrors the margin; None likewise.
+        mirror: with the core flipped by the smallest strength that mirrors the margin, and left where no strength up to
+            4 does; None likewise.
         examples: the first few of them.
     """
 
     n_prompts: int
     n_right: int
     perplexity: float | None = None
-    flip: Turned | None = None
-    mirror: Turned | None = None
+    flip: Steered | None = None
+    mirror: Steered | None = None
     examples: tuple[Continuation, ...] = ()
 
 
@@ -278,12 +279,12 @@ def _model_lines(model: ModelResult) -> list[str]:
         if turned is not None:
             low, high = turned.interval
             lines.append(
-                f"  {name}: {turned.n_changed} of those have the first copula in the other number, "
+                f"  {name}: {turned.n_changed} of those begin with a copula in the other number, "
                 f"{turned.changed:.0%} [{low:.0%}, {high:.0%}]{_in_brackets(turned.perplexity)}"
             )
     for example in generation.examples:
         lines += [f"  {example.prompt}"]
-        lines += [f"    {name:<8}  {_marked(getattr(example, name))}" for name in ("clean", "flipped", "mirrored")]
+        lines += [f"    {name:<8}  {_marked(getattr(example, name))}" for name in ("plain", "flipped", "mirrored")]
     return lines
 
 
@@ -424,7 +425,9 @@ def _find(
         outside_kl={name: values[0] for name, values in verdict.outside_kl.items()},
         sweep=[_sweep_row(sweep, index) for index in range(len(hook_points))],
         controls=controls,
-        generation=_generate(model, core, target, held_out[: 2 * config.n_continued], judge.prepend_bos, config),
+        generation=_generate(
+            model, core, target, held_out[: 2 * config.n_continued], judge.prepend_bos, config, batch_size
+        ),
         transfer=[_transferred(model, core, target, name, prompts, batch_size) for name, prompts in transfer.items()],
         coordinates=coordinates.tolist(),
         margins=margins.tolist(),
@@ -488,6 +491,7 @@ def _generate(
     prompts: list[AgreementPrompt],
     prepend_bos: bool | None,
     config: AgreementConfig,
+    batch_size: int,
 ) -> Generation:
     plain = _continued(model, [prompt.text for prompt in prompts], prepend_bos, config)
     pairs = zip(prompts, plain, strict=True)
@@ -502,21 +506,25 @@ def _generate(
         texts,
         ace.adaptive_flip(model, core, target, beyond=1.0),
         max_new_tokens=config.n_new_tokens,
+        batch_size=batch_size,
     )
 
-    def turned(steered: list[str]) -> Turned:
-        n_changed = sum(_number(text) == (not prompt.plural) for (prompt, _), text in zip(right, steered, strict=True))
+    def steered(texts_steered: list[str]) -> Steered:
+        n_changed = sum(
+            _begins_with_copula(text) and _number(text) != prompt.plural
+            for (prompt, _), text in zip(right, texts_steered, strict=True)
+        )
         interval = binomtest(n_changed, len(right)).proportion_ci(method="wilson")
-        return Turned(
-            n_changed, n_changed / len(right), (interval.low, interval.high), _perplexity(model, texts, steered)
+        return Steered(
+            n_changed, n_changed / len(right), (interval.low, interval.high), _perplexity(model, texts, texts_steered)
         )
 
     return Generation(
         n_prompts=len(prompts),
         n_right=len(right),
         perplexity=_perplexity(model, texts, clean),
-        flip=turned(flipped),
-        mirror=turned(mirrored),
+        flip=steered(flipped),
+        mirror=steered(mirrored),
         examples=tuple(itertools.starmap(Continuation, zip(texts, clean, flipped, mirrored, strict=True)))[:6],
     )
 

@@ -243,12 +243,10 @@ def make_prompts(n_per_number: int, *, held_out: bool, generator: torch.Generato
 def frame_folds(prompts: Sequence[AgreementPrompt], n_folds: int) -> list[int]:
     """A fold for each prompt, so that no frame lies in two of them, and each has frames of every kind.
 
-    The frames of a kind take turns. Prompts whose frame is not known are dealt out one by one.
+    Frames take turns, kind after kind. Prompts whose frame is not known are dealt out one by one.
     """
-    place: dict[str, int] = {}
-    for kind in {prompt.frame for prompt in prompts}:
-        templates = sorted({prompt.template for prompt in prompts if prompt.frame == kind and prompt.template})
-        place |= {template: turn for turn, template in enumerate(templates)}
+    frames = sorted({(prompt.frame or "", prompt.template) for prompt in prompts if prompt.template})
+    place = {template: turn for turn, (_, template) in enumerate(frames)}
     return [
         (index if prompt.template is None else place[prompt.template]) % n_folds for index, prompt in enumerate(prompts)
     ]
