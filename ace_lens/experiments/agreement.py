@@ -32,6 +32,8 @@ N_FOLDS = 4
 """Training prompts choose the layer in so many folds that share no frame."""
 CONTROL_PROMPTS = 100
 N_DRAWS = 16
+BEYOND = 1.5
+"""How far adaptive flips bring the margin to the other side; chosen on training prompts of SmolLM2-135M."""
 TRANSFERRED = 400
 """At most so many prompts of a further file are tried."""
 
@@ -53,7 +55,7 @@ class AgreementConfig:
     n_prompts: int = 200
     """Prompts of each number, as many for training as held out."""
     n_continued: int = 40
-    """Held-out prompts of each number that are continued: plainly, flipped, and with the margin mirrored."""
+    """Held-out prompts of each number that are continued: plainly, flipped, and with adaptive flips."""
     n_new_tokens: int = 12
     """Tokens in a continuation."""
     batch_size: int | None = None
@@ -79,12 +81,12 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model writes after a prompt by itself, with its core flipped, and with its margin mirrored."""
+    """What a model writes after a prompt by itself, with its core flipped, and with adaptive flips."""
 
     prompt: str
     plain: str
     flipped: str
-    mirrored: str
+    adaptive: str
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class Generation:
             have another subject.) What follows is on these.
         perplexity: of plain continuations under the plain model.
         flip: with the core flipped, in `model.generate`; None without right continuations.
-        mirror: with the core flipped by the smallest strength that mirrors the margin, and left where no strength up to
-            4 does; None likewise.
+        adaptive: with the core flipped by the smallest strength that makes the strongest verb of the other number win
+            by 1.5 times as much as the right one did, and left where no strength up to 4 does; None likewise.
         examples: the first few of them.
     """
 
@@ -123,7 +125,7 @@ class Generation:
     n_right: int
     perplexity: float | None = None
     flip: Steered | None = None
-    mirror: Steered | None = None
+    adaptive: Steered | None = None
     examples: tuple[Continuation, ...] = ()
 
 
@@ -196,6 +198,8 @@ class PairResult:
         spearman: the rank correlation of core coordinates.
         interval: its 95% interval.
         p: the share of shuffled prompts that correlate at least as strongly.
+        within_number: the rank correlation among prompts of one number, the mean of both: what the cores share beyond
+            the number itself.
         random_spearman: the largest absolute correlation of random axes of the first model with the second's core.
         transplants: the first model's core into the second, and the second's into the first.
     """
@@ -204,6 +208,7 @@ class PairResult:
     spearman: float
     interval: tuple[float, float]
     p: float
+    within_number: float
     random_spearman: float
     transplants: tuple[ace.Transplant, ace.Transplant]
 
@@ -240,7 +245,7 @@ class AgreementResults(Report):
             low, high = pair.interval
             lines.append(
                 f"{' and '.join(pair.models)}: Spearman {pair.spearman:.3f} [{low:.3f}, {high:.3f}], p = {pair.p:.2g}; "
-                f"random axes reach {pair.random_spearman:.3f}"
+                f"within one number {pair.within_number:.3f}; random axes reach {pair.random_spearman:.3f}"
             )
             for receiver, transplant in zip(reversed(pair.models), pair.transplants, strict=True):
                 lines.append(
@@ -275,7 +280,7 @@ def _model_lines(model: ModelResult) -> list[str]:
         f"greedy continuations: {generation.n_right} of {generation.n_prompts} prompts go on with a right copula"
         + _in_brackets(generation.perplexity)
     )
-    for name, turned in (("core flipped", generation.flip), ("margin mirrored", generation.mirror)):
+    for name, turned in (("core flipped", generation.flip), ("adaptive flips", generation.adaptive)):
         if turned is not None:
             low, high = turned.interval
             lines.append(
@@ -284,7 +289,7 @@ def _model_lines(model: ModelResult) -> list[str]:
             )
     for example in generation.examples:
         lines += [f"  {example.prompt}"]
-        lines += [f"    {name:<8}  {_marked(getattr(example, name))}" for name in ("plain", "flipped", "mirrored")]
+        lines += [f"    {name:<8}  {_marked(getattr(example, name))}" for name in ("plain", "flipped", "adaptive")]
     return lines
 
 
@@ -484,6 +489,21 @@ def _transferred(
     return TransferRow(name, len(prompts), verdict.baseline, verdict.keep[0], verdict.remove[0], verdict.flip[0])
 
 
+@dataclass(frozen=True)
+class _StrongestMargin:
+    """The margin between the strongest verb of each number, which are the ones that greedy decoding may write."""
+
+    margin: ace.LogitMargin
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.margin.tokens
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        plural, singular = (logits[:, tokens].amax(1) for tokens in (self.margin.positive, self.margin.negative))
+        return (plural - singular).unsqueeze(1)
+
+
 def _generate(
     model: Any,
     core: ace.Core,
@@ -501,10 +521,10 @@ def _generate(
     texts, clean = [prompt.text for prompt, _ in right], [text for _, text in right]
     with ace.SignFlipSteerer(core, positions="last").attach(model):
         flipped = _continued(model, texts, prepend_bos, config)
-    mirrored = ace.generate_steered(
+    adaptive = ace.generate_steered(
         model,
         texts,
-        ace.adaptive_flip(model, core, target, beyond=1.0),
+        ace.adaptive_flip(model, core, _StrongestMargin(target), beyond=BEYOND),
         max_new_tokens=config.n_new_tokens,
         batch_size=batch_size,
     )
@@ -514,9 +534,12 @@ def _generate(
             _begins_with_copula(text) and _number(text) != prompt.plural
             for (prompt, _), text in zip(right, texts_steered, strict=True)
         )
-        interval = binomtest(n_changed, len(right)).proportion_ci(method="wilson")
+        wilson = binomtest(n_changed, len(right)).proportion_ci(method="wilson")
         return Steered(
-            n_changed, n_changed / len(right), (interval.low, interval.high), _perplexity(model, texts, texts_steered)
+            n_changed=n_changed,
+            changed=n_changed / len(right),
+            interval=(float(wilson.low), float(wilson.high)),
+            perplexity=_perplexity(model, texts, texts_steered),
         )
 
     return Generation(
@@ -524,8 +547,8 @@ def _generate(
         n_right=len(right),
         perplexity=_perplexity(model, texts, clean),
         flip=steered(flipped),
-        mirror=steered(mirrored),
-        examples=tuple(itertools.starmap(Continuation, zip(texts, clean, flipped, mirrored, strict=True)))[:6],
+        adaptive=steered(adaptive),
+        examples=tuple(itertools.starmap(Continuation, zip(texts, clean, flipped, adaptive, strict=True)))[:6],
     )
 
 
@@ -579,6 +602,11 @@ def _compare(first: _Found, second: _Found, seed: int) -> PairResult:
     generator = torch.Generator().manual_seed(seed)
     coordinates = [torch.tensor(each.result.coordinates, dtype=torch.float64) for each in (first, second)]
     correlation = ace.spearman(*coordinates, generator=generator)
+    plural = torch.tensor(first.result.plural)
+    within = [
+        ace.spearman(*(each[mask] for each in coordinates), n_resamples=1, generator=generator).rho.value
+        for mask in (plural, ~plural)
+    ]
     activations = torch.empty(len(first.held_out), first.core.d_model, dtype=torch.float64)
     for paused in ace.paused_passes(first.model, first.held_out, first.core.hook_point, batch_size=first.batch_size):
         activations[paused.index] = paused.activations.double().cpu()
@@ -607,6 +635,7 @@ def _compare(first: _Found, second: _Found, seed: int) -> PairResult:
         spearman=correlation.rho.value,
         interval=(correlation.rho.low, correlation.rho.high),
         p=correlation.p,
+        within_number=sum(within) / 2,
         random_spearman=max(abs(value) for value in random),
         transplants=(transplants[0], transplants[1]),
     )
