@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 import ace_lens as ace
 from ace_lens.experiments.modular_addition import (
@@ -24,6 +23,7 @@ from ace_lens.experiments.modular_addition import (
     build_model,
     split_pairs,
 )
+from ace_lens.experiments.training import IGNORED, Recipe, train
 from benchmarks.case import Case, Disagreement
 
 PERIOD = 53
@@ -35,38 +35,29 @@ TOLERANCE = 0.003
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on its way, its optimizer, and samples of the pairs that it is trained on and of the others."""
+    """A model on its way, and samples of the pairs that it is trained on and of the others."""
 
     model: Any
-    optimizer: torch.optim.Optimizer
     train: ace.Samples
     held_out: ace.Samples
 
 
 def checkpoint(normalization: Literal["none", "post"], period: int = PERIOD) -> Checkpoint:
-    """A model after a few epochs, whose dropout and order of batches draw from torch's global state, seeded here."""
-    torch.manual_seed(0)
+    """A model after a few epochs."""
     pairs, sums = addition_pairs(period)
     halves = split_pairs(period, 0.5, torch.Generator().manual_seed(0))
-    train, held_out = (ace.Samples.from_tokens(pairs[index], labels=sums[index]) for index in halves)
-    model = build_model(period, normalization, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=1.0)
-    given = Checkpoint(model, optimizer, train, held_out)
-    for _ in range(N_EPOCHS):
-        epoch(given)
+    seen, unseen = (ace.Samples.from_tokens(pairs[index], labels=sums[index]) for index in halves)
+    given = Checkpoint(build_model(period, normalization, seed=0), seen, unseen)
+    epoch(given, N_EPOCHS)
     return given
 
 
-def epoch(given: Checkpoint) -> None:
-    """One pass over the training pairs."""
-    given.model.train()
-    labels = given.train.labels
-    assert labels is not None
-    for batch in torch.randperm(len(labels)).split(BATCH_SIZE):
-        loss = cross_entropy(given.model(given.train.tokens[batch])[:, -1], labels[batch])
-        given.optimizer.zero_grad()
-        loss.backward()
-        given.optimizer.step()
+def epoch(given: Checkpoint, n_epochs: int = 1) -> None:
+    """Passes over the training pairs, as the experiment trains; each call starts a new optimizer."""
+    labels = torch.full_like(given.train.tokens, IGNORED)
+    assert given.train.labels is not None
+    labels[:, -1] = given.train.labels
+    train(given.model, given.train.tokens, labels, Recipe(n_epochs, LEARNING_RATE, 1.0, BATCH_SIZE, seed=0))
 
 
 def ours(given: Checkpoint) -> Tensor:
