@@ -155,13 +155,14 @@ def _pause_rows(
     paused = []
     for name in hook_points:
         rows = _Rows(model, name, batch, capture.activations[name], logits)
+        activations = batch.at(rows.residual)
         if name not in restarts:
-            restarts[name] = _cheapest_restart(rows)
+            restarts[name] = _cheapest_restart(rows, activations)
         paused.append(
             PausedPass(
                 hook_point=name,
                 index=index,
-                activations=batch.at(rows.residual),
+                activations=activations,
                 logits=logits,
                 resume=partial(_resume_rows, restarts[name], rows),
                 restarted=restarts[name] is not _full_pass,
@@ -279,34 +280,6 @@ def _resumed(paused: PausedPass, edit: Edits) -> Iterator[tuple[str, Tensor]]:
         yield from zip(names, paused.resume(torch.stack(activations)), strict=True)
 
 
-def constant_jacobian(model: HookedModel, paused: PausedPass, target: Target) -> Tensor | None:
-    """The derivative of the outputs with respect to the activation, `[target, d_model]`, where it is the same for all.
-
-    It is where nothing but linear maps follows the hook point, as in toy models without a final norm. That is not taken
-    from the model's configuration but seen: the derivatives at two samples are equal, and every sample's outputs follow
-    from the first's. None where it is not so.
-    """
-    if not (paused.restarted and is_pointwise_downstream(model, paused.hook_point)):
-        return None
-    with torch.inference_mode(False), torch.enable_grad():
-        activations = paused.activations.clone()
-        outputs = task_outputs(target, paused.logits.clone())
-        n_outputs = outputs.shape[1]
-        # Rows do not see each other here, so output k of copy k gives row k of the Jacobian in one backward pass.
-        copies = activations[[0, -1]].repeat_interleave(n_outputs, dim=0).requires_grad_(True)
-        again = task_outputs(target, paused.resume(copies)).unflatten(0, (2, n_outputs))
-        if not again.requires_grad:
-            return None
-        (gradient,) = torch.autograd.grad(again.diagonal(dim1=1, dim2=2).sum(), copies)
-        first, last = gradient.unflatten(0, (2, n_outputs))
-    predicted = outputs[0] + (activations - activations[0]).to(first) @ first.T
-    tolerance = torch.finfo(activations.dtype).eps ** 0.5
-    same = all(
-        float((a - b).abs().max()) <= tolerance * float(b.abs().max()) for a, b in ((last, first), (predicted, outputs))
-    )
-    return first.detach() if same else None
-
-
 def _finite(outputs: Tensor, name: str, batch: int) -> Tensor:
     if not outputs.isfinite().all():
         raise ValueError(
@@ -349,19 +322,17 @@ def _resume_rows(restart: _Restart, rows: _Rows, activations: Tensor) -> Tensor:
     return restart(rows, activations)
 
 
-def _cheapest_restart(rows: _Rows) -> _Restart:
-    """The cheapest way on from the hook point that reproduces the model's own logits on this batch."""
+def _cheapest_restart(rows: _Rows, activations: Tensor) -> _Restart:
+    """The cheapest way on from the hook point that takes a batch's activations to the model's own logits."""
     if rows.hook_point.endswith("hook_resid_pre") and rows.model.hook_dict[rows.hook_point].fwd_hooks:
         # Starting at a layer fires its hook_resid_pre again: the user's hook there would come after our edit.
         return _full_pass
-    if not rows.logits.isfinite().all():
-        return _full_pass
-    activations, logits = rows.batch.at(rows.residual), rows.logits
-    cheap = _from_layer
+    cheap, logits = _from_layer, rows.logits
     if is_pointwise_downstream(rows.model, rows.hook_point):
-        cheap = _from_last_block
         # Samples do not see each other here, so a few of them tell.
-        activations, logits = activations[:_N_COMPARED], logits[:_N_COMPARED]
+        cheap, activations, logits = _from_last_block, activations[:_N_COMPARED], logits[:_N_COMPARED]
+    if not logits.isfinite().all():
+        return _full_pass
     try:
         again = cheap(rows, activations)
     except (NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError, IndexError):

@@ -10,6 +10,7 @@ have at most d_model rows, can be built batch by batch, and merge exactly; nothi
 from dataclasses import replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ace_lens.core import Core, Provenance
@@ -29,8 +30,7 @@ class _TriangularFactor:
         self._n_rows = 0
 
     def append(self, rows: Tensor) -> None:
-        # A copy: the caller may use its buffers again.
-        self._blocks.append(rows.clone())
+        self._blocks.append(rows)
         self._n_rows += len(rows)
         # Waiting until the factor has doubled makes the cost of re-triangularising proportional to the rows.
         if self._n_rows > 2 * self.d_model:
@@ -67,28 +67,44 @@ class CoreExtractor:
     def update(self, activations: Activations, jacobians: Jacobians) -> "CoreExtractor":
         """Take in a batch: `[sample, d_model]` and `[sample, target, d_model]`, in any float dtype.
 
-        One Jacobian that holds for the whole batch may be given expanded (`jacobian.expand(n, -1, -1)`), at the cost of
-        one.
-
         Raises:
             ValueError: the batch is empty, a value is not finite, or its width or number of outputs is another than
                 before.
         """
+        # A copy: the caller may use its buffers again.
+        jacobians = jacobians.detach().to("cpu", torch.float64, copy=True)
+        return self.update_factored(activations, jacobians.flatten(0, 1), jacobians.mean(0))
+
+    @typed
+    def update_factored(
+        self,
+        activations: Activations,
+        factor: Float[Tensor, "row d_model"],
+        mean_jacobian: Float[Tensor, "target d_model"],
+    ) -> "CoreExtractor":
+        """Take in a batch whose Jacobians are not there one by one.
+
+        Arguments:
+            activations: `[sample, d_model]`.
+            factor: rows R `[row, d_model]` with R^T R = J^T J, for the stacked Jacobians J of the batch.
+            mean_jacobian: `[target, d_model]`, their mean over samples.
+
+        Raises:
+            ValueError: as `update`.
+        """
         if len(activations) == 0:
             raise ValueError("This batch has no samples. Leave empty batches out.")
-        weight = 1.0
-        if jacobians.stride(0) == 0:
-            # One Jacobian for all samples: n equal rows weigh as much as one that is sqrt(n) times as long.
-            jacobians, weight = jacobians[:1], len(activations) ** 0.5
-        activations, jacobians = (part.detach().cpu().double() for part in (activations, jacobians))
-        if not (activations.isfinite().all() and jacobians.isfinite().all()):
+        parts = (part.detach().cpu().double() for part in (activations, factor, mean_jacobian))
+        activations, factor, mean_jacobian = parts
+        # In float64 a sum is finite where its terms are, and is found faster than which of them are.
+        if not (activations.sum().isfinite() and factor.sum().isfinite()):
             raise ValueError(
                 f"Activations or Jacobians at {self.hook_point} are NaN or infinite in the batch that follows sample "
                 f"{self.n_samples}. Leave such samples out, or find what makes them so."
             )
-        self._require_shape(jacobians.shape[1:])
+        self._require_shape(mean_jacobian.shape)
         mean = activations.mean(0)
-        self._absorb(len(activations), mean, activations - mean, weight * jacobians.flatten(0, 1), jacobians.mean(0))
+        self._absorb(len(activations), mean, activations - mean, factor, mean_jacobian)
         return self
 
     def merge(self, other: "CoreExtractor") -> "CoreExtractor":

@@ -20,11 +20,12 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from ace_lens.core import Core
-from ace_lens.downstream import constant_jacobian, edited_outputs, paused_passes
+from ace_lens.downstream import edited_outputs, paused_passes
 from ace_lens.extraction import CoreExtractor
 from ace_lens.identification import fit_cycle, fourier_power
 from ace_lens.models import HookedModel, canonical_hook_point
 from ace_lens.probe import JacobianProbe
+from ace_lens.readout import Readout, find_readout
 from ace_lens.reports import Report
 from ace_lens.samples import Samples
 from ace_lens.targets import Target, task_outputs
@@ -219,7 +220,8 @@ def track_core(
     if chance is None:
         chance = min(1.0, 2 * float(held_out.labels.unique(return_counts=True)[1].max()) / len(held_out))
     resampler = Resampler(held_out, n_bootstrap, None)
-    tracker = _Tracker(train, held_out, target, hook_point, period, energy, chance, resampler, batch_size)
+    samples = _joined(train, held_out)
+    tracker = _Tracker(train, held_out, samples, target, hook_point, period, energy, chance, resampler, batch_size)
     return Trajectory(
         tuple(
             tracker.point(epoch, model)
@@ -230,10 +232,11 @@ def track_core(
 
 @dataclass(frozen=True)
 class _Tracker:
-    """Analyses one checkpoint after another; fields as the arguments of `track_core`."""
+    """Analyses one checkpoint after another; fields as the arguments of `track_core`, and the samples of both kinds."""
 
     train: Samples
     held_out: Samples
+    samples: Samples
     target: Target
     hook_point: str
     period: int | None
@@ -245,14 +248,10 @@ class _Tracker:
     def point(self, epoch: int, model: HookedModel) -> TrajectoryPoint:
         seen = self._observe(model)
         rank = int((seen.core.energy < self.energy - 1e-12).sum()) + 1
-        curves: dict[str, list[float]] = {"keep": [], "remove": []}
-        at_rank = {}
-        for name, tried, right in self._edited(model, seen):
-            curves[name].append(int(right.count_nonzero()) / len(right))
-            if tried == rank:
-                at_rank[name] = self.resampler.mean(right)
+        right = self._right_by_rank(model, seen)
+        curves = {name: by_rank.double().mean(1).tolist() for name, by_rank in right.items()}
         baseline = self.resampler.mean(_right(seen.outputs[len(self.train) :], self.held_out))
-        keep, remove = at_rank["keep"], at_rank["remove"]
+        keep, remove = (self.resampler.mean(right[name][rank - 1]) for name in ("keep", "remove"))
         explains = baseline.low > self.chance
         enough = [kept >= baseline.value - SUFFICIENT_WITHIN for kept in curves["keep"]]
         gone = [left <= self.chance for left in curves["remove"]]
@@ -275,52 +274,38 @@ class _Tracker:
 
     def _observe(self, model: HookedModel) -> "_Observed":
         """Activations and outputs of all samples, and the core over them."""
-        samples = _joined(self.train, self.held_out)
-        passes = list(paused_passes(model, samples, self.hook_point, batch_size=self.batch_size))
+        passes = list(paused_passes(model, self.samples, self.hook_point, batch_size=self.batch_size))
         order = torch.cat([paused.index for paused in passes]).argsort()
         extractor = CoreExtractor(canonical_hook_point(self.hook_point))
-        jacobian = constant_jacobian(model, passes[0], self.target)
-        if jacobian is None:
+        readout = find_readout(model, passes[0], self.target)
+        if readout is None:
             probe = JacobianProbe(model, self.target, self.hook_point, batch_size=self.batch_size)
-            (probed,) = probe(samples).values()
+            (probed,) = probe(self.samples).values()
             activations, outputs = probed.activations, probed.outputs
             extractor.update(activations, probed.jacobians)
         else:
             activations = torch.cat([paused.activations for paused in passes])[order]
             outputs = torch.cat([task_outputs(self.target, paused.logits) for paused in passes])[order]
-            extractor.update(activations, jacobian.expand(len(samples), -1, -1))
-        return _Observed(activations, outputs, extractor.core(), jacobian)
+            extractor.update_factored(activations, *readout.jacobian_factor(activations))
+        return _Observed(activations, outputs, extractor.core(), readout)
 
-    def _edited(self, model: HookedModel, seen: "_Observed") -> Iterator[tuple[str, int, Tensor]]:
-        """Which held-out samples are answered right under "keep" and "remove", at every rank."""
-        ranks = range(1, seen.core.rank + 1)
-        if seen.jacobian is None:
-            edits = rank_sweep(seen.core, ranks, ("keep", "remove"))
-            result = edited_outputs(
-                model, self.held_out, self.target, seen.core.hook_point, edits, batch_size=self.batch_size
-            )
-            for name, outputs in result.edited.items():
-                kind, rank = name.split()
-                yield kind, int(rank), _right(outputs, self.held_out)
-            return
-        # Outputs are linear in the activation, so that a rank more is one outer product more.
-        activations, clean = (part[len(self.train) :] for part in (seen.activations, seen.outputs))
-        jacobian, mean, basis = (part.to(clean) for part in (seen.jacobian, seen.core.mean, seen.core.basis))
-        deviation = activations.to(clean) - mean
-        coordinates, writes = (deviation @ basis).T.contiguous(), (jacobian @ basis).T.contiguous()
-        # Classes first: that way the largest is found several times faster.
-        left = clean.T.contiguous()
-        kept = (left[:, :1] - (jacobian @ deviation[0])[:, None]).repeat(1, len(clean))
-        label = self.held_out.labels.to(clean.device)[None]  # type: ignore[union-attr]
-        for rank in ranks:
-            kept.addr_(writes[rank - 1], coordinates[rank - 1])
-            left.addr_(writes[rank - 1], coordinates[rank - 1], alpha=-1)
-            yield "keep", rank, _largest(kept, label)
-            yield "remove", rank, _largest(left, label)
+    def _right_by_rank(self, model: HookedModel, seen: "_Observed") -> dict[str, Tensor]:
+        """Which held-out samples are answered right under "keep" and "remove", `[rank, sample]` each."""
+        if seen.readout is not None:
+            activations, labels = seen.activations[len(self.train) :], self.held_out.labels
+            return seen.readout.right_by_rank(seen.core, activations, labels)  # type: ignore[arg-type]
+        ranks, names = range(1, seen.core.rank + 1), ("keep", "remove")
+        edits, hook_point = rank_sweep(seen.core, ranks, names), seen.core.hook_point
+        result = edited_outputs(model, self.held_out, self.target, hook_point, edits, batch_size=self.batch_size)
+        return {
+            name: torch.stack([_right(result.edited[f"{name} {rank}"], self.held_out) for rank in ranks])
+            for name in names
+        }
 
     def _cycle(self, model: HookedModel, core: Core, seen: "_Observed", period: int) -> dict[str, Any]:
         """The fields of `TrajectoryPoint` on the step from class to class."""
-        labels = torch.cat([self.train.labels, self.held_out.labels])  # type: ignore[list-item]
+        labels = self.samples.labels
+        assert labels is not None
         operator = fit_cycle(core.coordinates(seen.activations), labels, period)
         embed: Any = getattr(model, "embed", None)
         power: tuple[float, ...] = ()
@@ -347,17 +332,17 @@ class _Observed:
         activations: `[n, d_model]`.
         outputs: `[n, target]`.
         core: over all of them, at its full rank.
-        jacobian: `[target, d_model]`, if it is the same for all samples.
+        readout: what follows the hook point, where that is a final norm or none, and one affine map.
     """
 
     activations: Tensor
     outputs: Tensor
     core: Core
-    jacobian: Tensor | None
+    readout: Readout | None
 
 
 def _joined(first: Samples, second: Samples) -> Samples:
-    """The samples of both, those of the first before those of the second."""
+    """The labelled samples of both, those of the first before those of the second."""
     width = max(part.tokens.shape[1] for part in (first, second))
 
     def stacked(name: str) -> Tensor:
@@ -368,22 +353,13 @@ def _joined(first: Samples, second: Samples) -> Samples:
         stacked("attention_mask"),
         torch.cat([first.sequence, second.sequence + len(first.tokens)]),
         torch.cat([first.position, second.position]),
+        torch.cat([first.labels, second.labels]),  # type: ignore[list-item]
     )
 
 
 def _rounded(value: float) -> float:
     """To nine decimals: the last bits of linear algebra depend on where in memory its operands lie."""
     return round(value, 9) + 0.0
-
-
-def _largest(outputs: Tensor, label: Tensor) -> Tensor:
-    """Whether the largest of each sample's outputs `[class, sample]` is its label's, `[1, sample]`."""
-    own = outputs.gather(0, label)
-    others = outputs.scatter_(0, label, -torch.inf).amax(0)
-    outputs.scatter_(0, label, own)
-    if (own[0] == others).any():  # the first of equals counts, as it does elsewhere
-        return (outputs.T.argmax(1) == label[0]).cpu()
-    return (own[0] > others).cpu()
 
 
 def _right(outputs: Tensor, samples: Samples) -> Tensor:

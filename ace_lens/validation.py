@@ -317,16 +317,19 @@ class Resampler:
         n_sequences = len(samples.tokens)
         generator = generator or torch.Generator().manual_seed(0)
         draws = torch.randint(n_sequences, (n_resamples, n_sequences), generator=generator)
-        self._counts = torch.stack([draw.bincount(minlength=n_sequences) for draw in draws])
+        # All draws are counted at once, each in a range of its own.
+        apart = (draws + n_sequences * torch.arange(n_resamples)[:, None]).flatten()
+        self._counts = apart.bincount(minlength=n_resamples * n_sequences).unflatten(0, draws.shape)
         self._sequence = samples.sequence
+        self._weights = self._counts.double()
+        self._sizes = samples.sequence.bincount(minlength=n_sequences).double()
 
     def mean(self, values: Tensor) -> Estimate:
         """The mean of one value a sample, `[sample]`, with its interval."""
         values = values.double()
-        totals = torch.zeros(self._counts.shape[1], dtype=torch.float64).index_add_(0, self._sequence, values)
-        sizes = self._sequence.bincount(minlength=len(totals)).double()
-        counts = self._counts.double()
-        return Estimate.from_draws(float(values.mean()), counts @ totals / (counts @ sizes))
+        totals = torch.zeros_like(self._sizes).index_add_(0, self._sequence, values)
+        means = self._weights @ totals / (self._weights @ self._sizes)
+        return Estimate.from_draws(float(values.mean()), means)
 
     @property
     def times_drawn(self) -> Tensor:

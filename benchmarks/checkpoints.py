@@ -3,7 +3,8 @@
 Ours is `track_core` on one model: accuracies, a core over all pairs, keep and remove at every rank, the step from
 answer to answer. The direct way to the two curves is what one writes with TransformerLens alone: a forward pass over
 the held-out pairs for each rank and intervention. The cases `epoch-*` ask whether looking at a checkpoint takes longer
-than an epoch, the least that lies between two of them.
+than an epoch, the least that lies between two of them; a few of either at a time, so that what is drawn once for a
+whole run counts for little.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from benchmarks.case import Case, Disagreement
 PERIOD = 53
 N_EPOCHS = 20
 """Epochs trained before, so that the model is no longer what it was drawn as."""
+N_AT_A_TIME = 3
+"""Checkpoints, and epochs, that are timed together."""
 # A sample may stand between two answers, where rounding decides.
 TOLERANCE = 0.003
 
@@ -42,17 +45,17 @@ class Checkpoint:
     held_out: ace.Samples
 
 
-def checkpoint(normalization: Literal["none", "post"], period: int = PERIOD) -> Checkpoint:
+def checkpoint(normalization: Literal["none", "pre", "post"], period: int = PERIOD) -> Checkpoint:
     """A model after a few epochs."""
     pairs, sums = addition_pairs(period)
     halves = split_pairs(period, 0.5, torch.Generator().manual_seed(0))
     seen, unseen = (ace.Samples.from_tokens(pairs[index], labels=sums[index]) for index in halves)
     given = Checkpoint(build_model(period, normalization, seed=0), seen, unseen)
-    epoch(given, N_EPOCHS)
+    epochs(given, N_EPOCHS)
     return given
 
 
-def epoch(given: Checkpoint, n_epochs: int = 1) -> None:
+def epochs(given: Checkpoint, n_epochs: int = N_AT_A_TIME) -> None:
     """Passes over the training pairs, as the experiment trains; each call starts a new optimizer."""
     labels = torch.full_like(given.train.tokens, IGNORED)
     assert given.train.labels is not None
@@ -60,24 +63,21 @@ def epoch(given: Checkpoint, n_epochs: int = 1) -> None:
     train(given.model, given.train.tokens, labels, Recipe(n_epochs, LEARNING_RATE, 1.0, BATCH_SIZE, seed=0))
 
 
+def trajectory(given: Checkpoint, n_checkpoints: int = N_AT_A_TIME) -> ace.Trajectory:
+    """The library's analysis, of the same model several times over."""
+    period = int(given.train.tokens.max()) + 1
+    models = [(number, given.model) for number in range(n_checkpoints)]
+    options = {"period": period, "energy": ENERGY, "chance": 2 / period}
+    return ace.track_core(models, given.train, given.held_out, TARGET, HOOK_POINT, **options)
+
+
 def ours(given: Checkpoint) -> Tensor:
     """The library's way: accuracy `[2, rank]` with nothing but the core, and without it.
 
     Centred logits have one dimension less than there are classes; what comes after that is rounding.
     """
-    given.model.eval()
-    period = int(given.train.tokens.max()) + 1
-    found = ace.track_core(
-        [(0, given.model)],
-        given.train,
-        given.held_out,
-        TARGET,
-        HOOK_POINT,
-        period=period,
-        energy=ENERGY,
-        chance=2 / period,
-    )
-    return torch.tensor([found.points[0].keep_curve, found.points[0].remove_curve])[:, : period - 1]
+    (point,) = trajectory(given, 1).points
+    return torch.tensor([point.keep_curve, point.remove_curve])[:, : int(given.train.tokens.max())]
 
 
 def direct(given: Checkpoint) -> Tensor:
@@ -122,11 +122,11 @@ CASES = (
         Case(
             name=f"epoch-{normalization}",
             inputs=lambda normalization=normalization: checkpoint(normalization),
-            ours=ours,
-            direct=epoch,
+            ours=trajectory,
+            direct=epochs,
             repeats=15,
             reach=1,
         )
-        for normalization in ("none", "post")
+        for normalization in ("none", "pre", "post")
     ),
 )

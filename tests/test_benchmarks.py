@@ -164,7 +164,7 @@ def test_a_missed_ratio_is_the_exit_status(capsys):
         (
             ["extracton-576"],
             "There is no case named 'extracton-576'. Choose from: extraction-576, extraction-4096, "
-            "checkpoint-none, checkpoint-post, epoch-none, epoch-post, layers-smollm2.",
+            "checkpoint-none, checkpoint-post, epoch-none, epoch-pre, epoch-post, layers-smollm2.",
         ),
         (["--repeats", "0"], "'0' is not a whole number of at least 1"),
         (

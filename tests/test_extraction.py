@@ -309,15 +309,17 @@ def test_hook_points_beside_the_residual_stream_are_refused(native, tokens, name
         ace.extract_core(native, ace.Samples.from_tokens(tokens), ace.CentredLogits(), name)
 
 
-def test_one_jacobian_for_all_samples_may_be_given_expanded():
+def test_jacobians_may_be_given_as_a_factor():
     generator = torch.Generator().manual_seed(0)
     activations = torch.randn(30, 8, generator=generator, dtype=torch.float64)
     jacobian = torch.randn(3, 8, generator=generator, dtype=torch.float64)
-    expanded = jacobian.expand(30, -1, -1)
-    found = ace.CoreExtractor("h").update(activations, expanded).core()
-    expected = ace.CoreExtractor("h").update(activations, expanded.contiguous()).core()
+    repeated = jacobian.repeat(30, 1, 1)
+    found = ace.CoreExtractor("h").update_factored(activations, 30**0.5 * jacobian, jacobian).core()
+    expected = ace.CoreExtractor("h").update(activations, repeated).core()
     assert torch.allclose(found.singular_values, expected.singular_values)
     assert torch.allclose(found.basis, expected.basis, atol=1e-9)
-    parts = ace.CoreExtractor("h").update(activations[:10], expanded[:10].contiguous())
-    parts.update(activations[10:], expanded[10:])
+    parts = ace.CoreExtractor("h").update(activations[:10], repeated[:10])
+    parts.update_factored(activations[10:], 20**0.5 * jacobian, jacobian)
     assert torch.allclose(parts.core().singular_values, expected.singular_values)
+    with pytest.raises(ValueError, match="NaN or infinite in the batch that follows sample 30"):
+        parts.update_factored(activations, torch.full((3, 8), torch.nan), jacobian)

@@ -13,7 +13,6 @@ from transformer_lens.HookedRootModule import HookedRootModule
 
 import ace_lens as ace
 from ace_lens import trajectory
-from ace_lens.downstream import constant_jacobian
 
 P = 11
 HOOK_POINT = "blocks.0.hook_resid_post"
@@ -28,7 +27,7 @@ class Block(nn.Module):
 class Clocks(HookedRootModule):
     """Adds modulo P on clocks of given frequencies and sizes, in a random frame of the residual stream."""
 
-    def __init__(self, frequencies, sizes=None, seed=0, d_model=16):
+    def __init__(self, frequencies, sizes=None, seed=0, d_model=16, norm="none"):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         frame, _ = torch.linalg.qr(torch.randn(d_model, 2 * len(frequencies), generator=generator))
@@ -38,17 +37,20 @@ class Clocks(HookedRootModule):
         self.register_buffer("answers", clocks @ frame.T)
         self.embed = nn.Embedding(P, d_model)
         self.blocks = nn.ModuleList([Block()])
+        self.ln_final = {"none": nn.Identity, "layer": nn.LayerNorm, "rms": nn.RMSNorm}[norm](d_model)
         self.unembed = nn.Linear(d_model, P)
         with torch.no_grad():
             # Without its core the model always gives the same answer.
             self.unembed.bias.copy_(0.01 * torch.arange(P))
             self.embed.weight.copy_(clocks @ frame.T)
             self.unembed.weight.copy_(10 * clocks @ frame.T)
-        self.cfg = SimpleNamespace(model_name="clocks", normalization_type=None, d_vocab=P, n_ctx=2)
+        self.cfg = SimpleNamespace(
+            model_name="clocks", normalization_type=None if norm == "none" else norm, d_vocab=P, n_ctx=2
+        )
         self.setup()
 
     def forward(self, tokens, attention_mask=None):
-        return self.unembed(self.blocks[0].hook_resid_post(self.answers[tokens.cumsum(1) % P]))
+        return self.unembed(self.ln_final(self.blocks[0].hook_resid_post(self.answers[tokens.cumsum(1) % P])))
 
 
 def samples():
@@ -99,15 +101,19 @@ def test_a_model_that_knows_nothing_needs_nothing():
     assert (point.r_suf, point.r_nec, point.redundancy) == (None, None, None)
 
 
-def test_the_linear_shortcut_changes_nothing(monkeypatch):
+@pytest.mark.parametrize("norm", ["none", "layer", "rms"])
+def test_the_closed_form_of_the_readout_changes_nothing(monkeypatch, norm):
     torch.manual_seed(0)
-    model = Clocks([1, 4], [1.0, 0.4])
+    model = Clocks([1, 4], [1.0, 0.4], norm=norm)
     model.answers += 0.2 * torch.randn_like(model.answers)
     (quick,) = track(model, period=P)
-    monkeypatch.setattr(trajectory, "constant_jacobian", lambda *arguments: None)
+    monkeypatch.setattr(trajectory, "find_readout", lambda *arguments: None)
     (slow,) = track(model, period=P)
-    assert quick.keep_curve == pytest.approx(slow.keep_curve, abs=1e-9)
-    assert quick.remove_curve == pytest.approx(slow.remove_curve, abs=1e-9)
+    # What lies beyond is rounding.
+    n = min(len(quick.keep_curve), len(slow.keep_curve))
+    assert n >= 10
+    assert quick.keep_curve[:n] == pytest.approx(slow.keep_curve[:n], abs=1e-9)
+    assert quick.remove_curve[:n] == pytest.approx(slow.remove_curve[:n], abs=1e-9)
     assert (quick.rank, quick.r_suf, quick.r_nec, quick.keep_interval) == (
         slow.rank,
         slow.r_suf,
@@ -132,7 +138,7 @@ def test_curves_are_those_of_validate():
     assert point.eigenvalues == ()
 
 
-def test_layers_in_the_middle_and_norms_go_by_full_passes(tokenizer):
+def test_layers_in_the_middle_are_run_through(tokenizer):
     """Blocks follow the hook point, so outputs are not linear in the activation."""
     model = build("native", tokenizer)
     tokens = torch.randint(3, 30, (40, 5), generator=torch.Generator().manual_seed(1))
@@ -141,21 +147,6 @@ def test_layers_in_the_middle_and_norms_go_by_full_passes(tokenizer):
     (point,) = ace.track_core([(0, model)], *parts, ace.CentredLogits(range(5)), "blocks.1.hook_resid_post").points
     assert len(point.keep_curve) == len(point.remove_curve) >= point.rank
     assert point.keep_curve[-1] == pytest.approx(point.test_accuracy, abs=0.1)
-
-
-def test_a_jacobian_is_constant_only_where_all_is_linear(tokenizer):
-    train, _ = samples()
-    model = Clocks([1, 4])
-    (paused,) = ace.paused_passes(model, train, HOOK_POINT, batch_size=200)
-    found = constant_jacobian(model, paused, ace.CentredLogits())
-    weight = model.unembed.weight
-    assert torch.allclose(found, weight - weight.mean(0), atol=1e-5)
-    assert constant_jacobian(model, paused, lambda logits: logits.log_softmax(1)) is None
-    native = build("native", tokenizer)
-    (paused,) = ace.paused_passes(native, train, "blocks.2.hook_resid_post", batch_size=200)
-    assert constant_jacobian(native, paused, ace.CentredLogits()) is None
-    (paused,) = ace.paused_passes(native, train, "blocks.1.hook_resid_post", batch_size=200)
-    assert constant_jacobian(native, paused, ace.CentredLogits()) is None
 
 
 def saved(model, path, wrap=lambda state: state):

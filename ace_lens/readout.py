@@ -1,0 +1,222 @@
+"""What reads outputs off the last residual stream: a final norm or none, and then one affine map.
+
+Outputs are f(h) = W n(h) + b, where n(h) is the activation itself or its normalised form: n(h) = x / s with
+s^2 = |x|^2 / d_model + eps, and x = h for RMSNorm or h less its mean over d_model for LayerNorm. The derivative is then
+W (P - n n^T / d_model) / s, with P the projection that takes the mean off (the identity for RMSNorm). Where a model is
+seen to be of this form, no edit has to run through it, and the Jacobians of all samples enter in closed form.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ace_lens.core import Core
+from ace_lens.downstream import PausedPass
+from ace_lens.models import HookedModel, is_pointwise_downstream
+from ace_lens.targets import Target, task_outputs
+
+Norm = Literal["none", "layer", "rms"]
+
+# A target over a large vocabulary is differentiated in parts.
+_OUTPUTS_AT_ONCE = 256
+# An activation so near to zero that what a norm adds to its mean square shows.
+_NEAR = 2.0**-8
+
+
+@dataclass(frozen=True, eq=False)
+class Readout:
+    """Outputs as an affine function of the activation, or of its normalised form.
+
+    Arguments:
+        weight: W, `[target, d_model]`.
+        bias: b, `[target]`.
+        norm: none, LayerNorm or RMSNorm.
+        eps: what the norm adds to the mean square.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    norm: Norm
+    eps: float
+
+    def outputs(self, activations: Tensor) -> Tensor:
+        """Outputs `[n, target]` at activations `[n, d_model]`."""
+        normalised, _ = _normalised(activations.to(self.weight), self.norm, self.eps)
+        return normalised @ self.weight.T + self.bias
+
+    def jacobians(self, activations: Tensor) -> Tensor:
+        """The derivatives `[n, target, d_model]` at activations `[n, d_model]`."""
+        if self.norm == "none":
+            return self.weight.expand(len(activations), -1, -1)
+        normalised, scale = _normalised(activations.to(self.weight), self.norm, self.eps)
+        along = (normalised @ self.weight.T)[:, :, None] * normalised[:, None, :] / normalised.shape[1]
+        return (self.weight - along) / scale[:, :, None]
+
+    def jacobian_factor(self, activations: Tensor) -> tuple[Tensor, Tensor]:
+        """The Jacobians at activations `[n, d_model]`, summed up: for `CoreExtractor.update_factored`.
+
+        J^T J is the sum over samples of (P - n n^T / d_model) W^T W (P - n n^T / d_model) / s^2. So its factor comes
+        from a square: singular values below 1e-8 of the largest are lost, which is beyond what the
+        derivatives of a float32 model hold.
+
+        Returns:
+            rows R `[row, d_model]` with R^T R = J^T J, and the mean Jacobian `[target, d_model]`, in float64.
+        """
+        weight, n = self.weight.double(), len(activations)
+        if self.norm == "none":
+            return n**0.5 * weight, weight
+        normalised, scale = _normalised(activations.to(weight), self.norm, self.eps)
+        seen, d_model = normalised @ weight.T, weight.shape[1]
+        over, gram = normalised / scale.square(), weight.T @ weight
+        once = over.T @ normalised @ gram / d_model
+        twice = (over * seen.square().sum(1, keepdim=True)).T @ normalised / d_model**2
+        squared = scale.pow(-2).sum() * gram - once - once.T + twice
+        values, vectors = torch.linalg.eigh(squared)
+        kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+        factor = values[kept].sqrt()[:, None] * vectors[:, kept].T
+        return factor, scale.reciprocal().mean() * weight - (seen / scale).T @ normalised / (n * d_model)
+
+    def right_by_rank(self, core: Core, activations: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Which samples have their label's output as the largest under "keep" and "remove", by rank.
+
+        Arguments:
+            core: a core at the hook point.
+            activations: `[n, d_model]`.
+            labels: `[n]`.
+
+        Returns:
+            for each of the two, `[rank, n]` true or false, for the ranks from 1 on.
+        """
+        mean, basis = (part.to(self.weight.device) for part in (core.mean, core.basis))
+        whole, label = activations.to(mean), labels.to(self.weight.device)
+        coordinates = basis.T @ (whole - mean).T
+        keep, remove = self._scales(whole, mean, basis, coordinates)
+        coordinates, basis = coordinates.to(self.weight), basis.to(self.weight)
+        return {
+            "keep": self._right(mean.expand_as(whole), basis, coordinates, keep, label),
+            "remove": self._right(whole, basis, -coordinates, remove, label),
+        }
+
+    def _right(self, start: Tensor, basis: Tensor, steps: Tensor, scales: Tensor, label: Tensor) -> Tensor:
+        """Whether the label's output is the largest at `start + steps_1 basis_1 + ... + steps_r basis_r`, `[rank, n]`.
+
+        Outputs times s are followed, W x + b s: s is positive, so the largest stays the largest, and a rank more adds
+        one outer product to either term.
+        """
+        writes = (self.weight @ basis).T
+        ways = torch.stack([writes, self.bias.expand_as(writes)], 2)
+        changes = torch.stack([steps, scales.diff(dim=0, prepend=torch.zeros_like(scales[:1]))], 1)
+        # Classes first, which makes the largest of them several times faster to find. The label's own output is
+        # followed apart, with minus infinity in its place.
+        others = self.weight @ start.to(self.weight).T
+        own = others.gather(0, label[None]) + (writes.index_select(1, label) * steps).cumsum(0)
+        own += self.bias[label] * scales
+        others.scatter_(0, label[None], -torch.inf)
+        most = torch.empty_like(own)
+        for rank, (way, change) in enumerate(zip(ways, changes, strict=True)):
+            others.addmm_(way, change)
+            torch.amax(others, 0, out=most[rank])
+        return (own > most).cpu()
+
+    def _scales(self, whole: Tensor, mean: Tensor, basis: Tensor, coordinates: Tensor) -> tuple[Tensor, Tensor]:
+        """s with nothing but the core and s without it, `[rank, n]` each.
+
+        d_model s^2 is |h|^2, for LayerNorm less (1 . h)^2 / d_model, and eps. The basis is orthonormal, so that what a
+        rank adds to |h|^2 where it is kept, it takes from it where it is removed; and so with 1 . h.
+        """
+        if self.norm == "none":
+            ones = torch.ones_like(coordinates).to(self.weight)
+            return ones, ones
+        d_model = len(mean)
+        kept = (coordinates * (coordinates + 2 * (mean @ basis)[:, None])).cumsum(0)
+        squares = (mean.square().sum() + kept, whole.square().sum(1) - kept)
+        if self.norm == "layer":
+            kept = (coordinates * basis.sum(0)[:, None]).cumsum(0)
+            sums = (mean.sum() + kept, whole.sum(1) - kept)
+            squares = tuple(square - part.square() / d_model for square, part in zip(squares, sums, strict=True))
+        keep, remove = ((each.clamp(min=0).to(self.weight) / d_model + self.eps).sqrt() for each in squares)
+        return keep, remove
+
+
+def find_readout(model: HookedModel, paused: PausedPass, target: Target) -> Readout | None:
+    """The readout behind a hook point, where it has the form that this module is about; else None.
+
+    Nothing is taken from the model's configuration. The readout is recovered from outputs and derivatives at made-up
+    activations, and then held against the outputs of all samples of the pass and the derivatives at two of them.
+    """
+    if not (paused.restarted and is_pointwise_downstream(model, paused.hook_point)):
+        return None
+    expected = task_outputs(target, paused.logits)
+    activations = paused.activations.detach()
+    pole = torch.ones_like(activations[:1])
+    pole[:, 1::2] = -1
+    two = activations[[0, -1]]
+    slopes = _differentiated(paused, target, torch.cat([pole, two]), expected.shape[1])
+    if slopes is None:
+        return None
+    with torch.no_grad():
+        at = task_outputs(target, paused.resume(torch.cat([pole, -pole, _NEAR * pole])))
+    norms: tuple[Norm, ...] = ("none", "layer", "rms")
+    for norm in norms:
+        readout = _recovered(norm, pole.to(at), at, slopes[0])
+        if _close(readout.outputs(activations), expected) and _close(readout.jacobians(two), slopes[1:]):
+            return readout
+    return None
+
+
+def _recovered(norm: Norm, pole: Tensor, at: Tensor, slope: Tensor) -> Readout:
+    """The readout, if it has this norm, from a pole `[1, d_model]`.
+
+    Arguments:
+        norm: its norm.
+        pole: an activation.
+        at: the outputs `[3, target]` there, at the opposite pole, and between them at `_NEAR` of the pole.
+        slope: the derivative `[target, d_model]` at the pole.
+    """
+    bias, odd = (at[0] + at[1]) / 2, (at[0] - at[1]) / 2
+    if norm == "none":
+        return Readout(slope, bias, norm, 0.0)
+    # With m the mean square of x at the pole, so much of |W n|^2 is left near zero: (m + eps) / (m + eps / _NEAR^2).
+    left = float((at[2] - bias).square().sum() / odd.square().sum().clamp(min=1e-30))
+    mean_square = float(_centred(pole, norm).square().mean())
+    eps = max(0.0, mean_square * _NEAR**2 * (1 - left) / max(left - _NEAR**2, 1e-30))
+    normalised, scale = _normalised(pole, norm, eps)
+    # The derivative misses what lies along n itself, which the outputs tell.
+    return Readout(_centred(scale * slope + odd[:, None] * normalised / pole.shape[1], norm), bias, norm, eps)
+
+
+def _differentiated(paused: PausedPass, target: Target, activations: Tensor, n_outputs: int) -> Tensor | None:
+    """The derivatives of the outputs `[n, target, d_model]` at a few activations; None if they have none."""
+    slopes: list[Tensor] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for part in torch.arange(n_outputs).split(_OUTPUTS_AT_ONCE):
+            # Rows do not see each other here: output k of copy k gives row k of the Jacobian in one backward pass.
+            copies = activations.clone().repeat_interleave(len(part), dim=0).requires_grad_(True)
+            outputs = task_outputs(target, paused.resume(copies)).unflatten(0, (len(activations), len(part)))
+            if not outputs.requires_grad:
+                return None
+            (slope,) = torch.autograd.grad(outputs[:, :, part].diagonal(dim1=1, dim2=2).sum(), copies)
+            slopes.append(slope.unflatten(0, (len(activations), len(part))).to(outputs))
+    return torch.cat(slopes, 1)
+
+
+def _centred(activations: Tensor, norm: Norm) -> Tensor:
+    """x: the activations, less their mean over d_model where the norm takes it off."""
+    return activations - activations.mean(1, keepdim=True) if norm == "layer" else activations
+
+
+def _normalised(activations: Tensor, norm: Norm, eps: float) -> tuple[Tensor, Tensor]:
+    """n(h) `[n, d_model]` and s `[n, 1]`, which is 1 without a norm."""
+    x = _centred(activations, norm)
+    if norm == "none":
+        return x, torch.ones_like(x[:, :1])
+    scale = (x.square().mean(1, keepdim=True) + eps).sqrt()
+    return x / scale, scale
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Whether all entries agree to half the digits of the dtype, in proportion to the largest."""
+    tolerance: Any = torch.finfo(expected.dtype).eps ** 0.5
+    return float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
