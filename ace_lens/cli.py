@@ -55,7 +55,7 @@ def modular_addition(config: ModularAdditionConfig) -> None:
 
 def agreement(config: AgreementConfig) -> None:
     """Run the agreement experiment; print its tables, write results, cores and figure."""
-    print(f"Reading {', '.join(config.model)} ...", flush=True)
+    print(f"Reading {', '.join(config.model) or 'no model'} ...", flush=True)
     start = time.perf_counter()
     results = run_agreement(config)
     plot_agreement(results).savefig(config.out / "agreement.png", dpi=200)

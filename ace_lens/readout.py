@@ -57,8 +57,8 @@ class Readout:
     def jacobian_factor(self, activations: Tensor) -> tuple[Tensor, Tensor]:
         """The Jacobians at activations `[n, d_model]`, summed up: for `CoreExtractor.update_factored`.
 
-        J^T J is the sum over samples of (P - n n^T / d_model) W^T W (P - n n^T / d_model) / s^2. So its factor comes
-        from a square: singular values below 1e-8 of the largest are lost, which is beyond what the
+        J^T J is the sum over samples of (P - n n^T / d_model) W^T W (P - n n^T / d_model) / s^2. So with a norm the
+        factor comes from a square: singular values below 1e-8 of the largest are lost, which is beyond what the
         derivatives of a float32 model hold.
 
         Returns:
@@ -79,7 +79,7 @@ class Readout:
         return factor, scale.reciprocal().mean() * weight - (seen / scale).T @ normalised / (n * d_model)
 
     def right_by_rank(self, core: Core, activations: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Which samples have their label's output as the largest under "keep" and "remove", by rank.
+        """Which samples have their label's output above all others under "keep" and "remove", by rank.
 
         Arguments:
             core: a core at the hook point.
@@ -144,7 +144,7 @@ def find_readout(model: HookedModel, paused: PausedPass, target: Target) -> Read
     """The readout behind a hook point, where it has the form that this module is about; else None.
 
     Nothing is taken from the model's configuration. The readout is recovered from outputs and derivatives at made-up
-    activations, and then held against the outputs of all samples of the pass and the derivatives at two of them.
+    activations, and then held against the derivatives at two samples of the pass and the outputs of all.
     """
     if not (paused.restarted and is_pointwise_downstream(model, paused.hook_point)):
         return None
@@ -161,7 +161,7 @@ def find_readout(model: HookedModel, paused: PausedPass, target: Target) -> Read
     norms: tuple[Norm, ...] = ("none", "layer", "rms")
     for norm in norms:
         readout = _recovered(norm, pole.to(at), at, slopes[0])
-        if _close(readout.outputs(activations), expected) and _close(readout.jacobians(two), slopes[1:]):
+        if _close(readout.jacobians(two), slopes[1:]) and _close(readout.outputs(activations), expected):
             return readout
     return None
 
