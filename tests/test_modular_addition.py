@@ -1,5 +1,6 @@
 """The modular addition experiment on small moduli: what it refuses, what it writes, and that nothing of it is lost."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -186,3 +187,18 @@ def test_without_normalisation_the_core_stays_condensed():
             assert point.r2 >= 0.95
             assert abs(point.keep - point.test_accuracy) <= 0.005
             assert point.remove <= 2 / 53
+
+
+def test_layernorm_before_each_part_groks_inflated_and_does_not_stay():
+    results = ModularAdditionResults.load(RESULTS / "pre-norm.json")
+    assert (results.config["normalization"], results.config["seed"], results.grok_epoch) == ("pre", 0, 600)
+    points = {point.epoch: point for point in results.trajectory}
+    for epoch in (600, 700):
+        assert points[epoch].r_nec == 51
+        assert 14 <= points[epoch].r_suf <= 22
+        assert points[epoch].unit_circle < 0.3
+    lost = [point.test_accuracy < 0.5 for point in results.trajectory if point.epoch >= results.grok_epoch]
+    assert sum(before < now for before, now in itertools.pairwise(lost)) >= 5
+    assert (points[3500].r_suf, points[3500].r_nec) == (7, 11)
+    assert points[3500].test_accuracy > 0.995
+    assert points[4000].train_accuracy < 0.05

@@ -13,6 +13,9 @@ from ace_lens.experiments.modular_addition import ModularAdditionResults
 from ace_lens.plots import COLUMN_WIDTH, style_axes
 from ace_lens.trajectory import TrajectoryPoint
 
+# Where curves may run beneath a legend, a pale ground keeps it readable.
+OVER_LINES: dict[str, Any] = {"frameon": True, "framealpha": 0.85, "edgecolor": "none"}
+
 
 def plot_markov(results: MarkovResults) -> Figure:
     """The experiment in five panels.
@@ -176,9 +179,9 @@ def _accuracy_and_rank(axes: Axes, epochs: list[int], points: Sequence[Trajector
         handles,
         [str(handle.get_label()) for handle in handles],
         fontsize=6,
-        frameon=False,
         loc="upper right",
         bbox_to_anchor=(1, 0.93),
+        **OVER_LINES,
     )
 
 
@@ -203,7 +206,7 @@ def _keep_and_remove(axes: Axes, epochs: list[int], points: Sequence[TrajectoryP
     axes.set_xlabel("epoch")
     axes.set_ylabel("held-out accuracy")
     axes.set_ylim(0, 1.05)
-    axes.legend(fontsize=6, frameon=False, loc="center right")
+    axes.legend(fontsize=6, loc="center right", **OVER_LINES)
 
 
 def _told_epochs(results: ModularAdditionResults) -> list[TrajectoryPoint]:
