@@ -331,6 +331,8 @@ def _cheapest_restart(rows: _Rows, activations: Tensor) -> _Restart:
     if is_pointwise_downstream(rows.model, rows.hook_point):
         # Samples do not see each other here, so a few of them tell.
         cheap, activations, logits = _from_last_block, activations[:_N_COMPARED], logits[:_N_COMPARED]
+    if not logits.isfinite().all():
+        return _full_pass
     try:
         again = cheap(rows, activations)
     except (NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError, IndexError):

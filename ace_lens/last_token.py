@@ -95,34 +95,6 @@ class LastTokenPass:
 
         return self.run([(hook_point, put)])
 
-    def advanced(self, rows: Sequence[int], tokens: Sequence[int]) -> "LastTokenPass":
-        """The pass one token later, for some of its rows; this one is spent.
-
-        What was last is cached as it is without hooks of any `run`.
-
-        Arguments:
-            rows: those that go on.
-            tokens: the new last token of each.
-        """
-        options: dict[str, Any] = {
-            "use_cache": True,
-            "return_type": "logits_and_cache",
-            **_last_logits_only(self.model),
-        }
-        if self._cache is not None:
-            options["past_key_values"] = self._cache
-        with torch.no_grad():
-            _, cache = run(self.model, self._tokens[:, -1:], self._mask, **options)
-        chosen = torch.tensor(rows, device=self._tokens.device)
-        cache.batch_select_indices(chosen)
-        later = copy.copy(self)
-        added = torch.tensor(tokens, device=self._tokens.device).unsqueeze(1)
-        later._tokens = torch.cat([self._tokens[chosen], added], 1)
-        later._mask = torch.cat([self._mask[chosen], torch.ones_like(added)], 1)
-        later._calls, later._widened = [], {}
-        later._hold(cache)
-        return later
-
     def resume(self, hook_point: str, activations: Tensor, *, tokens: Sequence[int] | None = None) -> Tensor:
         """The same, through nothing but the blocks behind the hook point; `run` has to come first.
 
@@ -199,24 +171,6 @@ class LastTokenPass:
         self._calls = calls
 
 
-def alone(model: HookedModel, samples: Samples, fwd_hooks: FwdHooks, logits: Tensor) -> LastTokenPass | None:
-    """A pass over the last tokens that gives, with these hooks, the logits that a full pass with them gave; or None."""
-    if not _keeps_cache(model):
-        return None
-    try:
-        with torch.no_grad():
-            last = LastTokenPass(model, samples)
-            found = last.run(fwd_hooks)
-    except _MISFITS:
-        return None
-    return last if same_logits(found, logits) and last.n_cached == last.n_before else None
-
-
-def _keeps_cache(model: HookedModel) -> bool:
-    """Whether the model is one of those that keep keys and values, as far as it says."""
-    return getattr(getattr(model, "original_model", None), "can_generate", lambda: False)()
-
-
 def by_length(samples: Samples) -> tuple[SampleIndex, Samples]:
     """The samples in rows of their own, those with much before them last, and their indices in `samples`.
 
@@ -233,7 +187,7 @@ def tried_on_few(model: HookedModel, samples: Samples) -> LastTokenPass | None:
     For a model that keeps no cache there is none, in silence; one whose cache does not do what it should is worth a
     warning.
     """
-    if not _keeps_cache(model):
+    if not getattr(getattr(model, "original_model", None), "can_generate", lambda: False)():
         return None
     order, rows = by_length(samples)
     chosen = torch.linspace(0, len(order) - 1, min(_N_TRIED, len(order))).round().long()
@@ -316,8 +270,7 @@ def _last_logits_only(model: Any) -> dict[str, int]:
 
 
 def same_logits(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits are finite and equal up to rounding in their dtype."""
-    if found.shape != expected.shape or not expected.isfinite().all():
-        return False
+    """Whether logits are equal up to rounding in their dtype."""
     tolerance = torch.finfo(expected.dtype).eps ** 0.5
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    atol = tolerance * float(expected.abs().max())
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=tolerance, atol=atol)

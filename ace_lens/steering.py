@@ -14,7 +14,6 @@ from torch import Tensor
 from ace_lens.core import Core, check_cores
 from ace_lens.downstream import PausedPass, paused_passes
 from ace_lens.hooks import CoordinateSetter, CoreHook, SignFlipSteerer
-from ace_lens.last_token import LastTokenPass, alone
 from ace_lens.models import FwdHooks, HookedModel, run
 from ace_lens.samples import Samples
 from ace_lens.targets import Target, describe, task_outputs, tokens_read
@@ -199,14 +198,11 @@ def generate_steered(
 ) -> list[str]:
     """Continue each prompt, steered anew at every token: greedily, or by sampling.
 
-    At each step the texts so far are samples at their last tokens, `steer` gives hooks for them, and a pass over the
-    texts with these hooks gives the next tokens. So the strengths of `adaptive_flip` and the coordinates of `band_flip`
-    follow the text; and only the current last token is steered, never those before it, while `model.generate` with a
-    cache keeps in it what hooks made of earlier tokens. A text ends at the end-of-text token, which is not part of it.
-
-    The first pass is over whole texts. Later ones are over last tokens alone (hooks see one position a row), with keys
-    and values of what stands before them from a cache, where that gave the same logits in the first step; else they are
-    over whole texts as well.
+    At each step the texts so far are samples at their last tokens, `steer` gives hooks for them, and one pass over the
+    whole texts with these hooks gives the next tokens. So the strengths of `adaptive_flip` and the coordinates of
+    `band_flip` follow the text; and only the current last token is steered, never those before it, while
+    `model.generate` with a cache keeps in it what hooks made of earlier tokens. A text ends at the end-of-text token,
+    which is not part of it.
 
     Arguments:
         model: a model with a tokenizer.
@@ -245,25 +241,17 @@ def generate_steered(
         rows = [row[mask != 0].tolist() for row, mask in zip(batch.tokens, batch.attention_mask, strict=True)]
         texts = [list(row) for row in rows]
         unfinished = list(range(len(texts)))
-        last: LastTokenPass | None = None
         for step in range(max_new_tokens):
             now = _at_last_tokens([texts[row] for row in unfinished], samples.prepend_bos)
-            hooks = steer(now)
-            if last is not None:
-                logits = last.run(hooks)
-            else:
-                logits = now.at(run(model, now.tokens, now.attention_mask, hooks))
-                if step == 0:
-                    last = alone(model, now, hooks, logits)
+            logits = now.at(run(model, now.tokens, now.attention_mask, steer(now)))
             tokens = _chosen(logits, temperature, draws[index[unfinished], step])
-            going = [place for place, token in enumerate(tokens) if token != tokenizer.eos_token_id]
-            unfinished = [unfinished[place] for place in going]
-            for row, place in zip(unfinished, going, strict=True):
-                texts[row].append(tokens[place])
-            if not unfinished or step + 1 == max_new_tokens:
+            for row, token in zip(list(unfinished), tokens, strict=True):
+                if token == tokenizer.eos_token_id:
+                    unfinished.remove(row)
+                else:
+                    texts[row].append(token)
+            if not unfinished:
                 break
-            if last is not None:
-                last = last.advanced(going, [tokens[place] for place in going])
         # A tokenizer may drop the space before a continuation that it reads by itself.
         whole, prompt = (
             [tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in part] for part in (texts, rows)

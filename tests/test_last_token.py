@@ -129,22 +129,6 @@ def test_prompts_of_one_token_need_no_cache(kind, tokenizer, tokens):
     assert_agree(found, found_by_full_passes(model, rows), 1e-5)
 
 
-@pytest.mark.parametrize("kind", WITH_CACHE)
-def test_a_pass_goes_on_token_by_token(kind, tokenizer, tokens):
-    """Also from prompts of one token, and past the length of Gemma's windows."""
-    model = with_cache(kind, tokenizer)
-    for prompts in (tokens, tokens[:, :1]):
-        texts, last = prompts.clone(), LastTokenPass(model, ace.Samples.from_tokens(prompts))
-        for added in ([3, 4, 5, 6, 7, 8][: len(texts)], [9, 10], [11, 12]):
-            rows = list(range(len(added)))
-            last.run([(RESIDUALS[0], lambda activation, hook: 2 * activation)])
-            last = last.advanced(rows, added)
-            texts = torch.cat([texts[rows], torch.tensor(added)[:, None]], 1)
-            assert last.n_cached == last.n_before == texts.shape[1] - 1
-            with torch.no_grad():
-                torch.testing.assert_close(last.run(), model(texts)[:, -1], rtol=1e-4, atol=1e-4)
-
-
 def test_one_pass_up_to_the_last_tokens_serves_every_layer_and_intervention(gpt2, tokens):
     samples = ace.Samples.from_tokens(tokens)
     passed = []

@@ -5,7 +5,6 @@ import torch
 from conftest import N_LAYERS, WITH_TOKENIZER, build, padded, random_core
 
 import ace_lens as ace
-from ace_lens import steering
 from ace_lens.last_token import LastTokenPass
 
 LAYERS = [f"blocks.{layer}.hook_resid_post" for layer in range(N_LAYERS)]
@@ -474,66 +473,6 @@ def test_the_user_s_hooks_act_in_steered_text_and_stay(speaker):
         ace.generate_steered(speaker, PROMPTS, explode, max_new_tokens=4)
     assert len(point.fwd_hooks) == 1
     assert ace.generate_steered(speaker, PROMPTS, lambda samples: [], max_new_tokens=4) == hooked
-
-
-def widths(model):
-    """Positions in each pass from now on."""
-    seen = []
-    model.hook_dict[LAYERS[0]].add_hook(lambda activation, hook: seen.append(activation.shape[1]))
-    return seen
-
-
-@pytest.mark.parametrize("way", ["plain", "adaptive", "band"])
-def test_last_tokens_alone_write_what_whole_texts_do(gpt2, monkeypatch, way):
-    """Sampled, so that some texts end before others."""
-    train = ace.Samples.from_prompts(gpt2, PROMPTS)
-    cores = ace.extract_cores(gpt2, train, margin(gpt2), LAYERS[1:], rank=2)
-    core = cores[LAYERS[1]]
-    steers = {
-        "plain": ace.plain_flip(core, 2.0),
-        "adaptive": ace.adaptive_flip(gpt2, core, margin(gpt2)),
-        "band": ace.band_flip(gpt2, cores, 2.0),
-    }
-    n_texts = []
-
-    def steer(samples):
-        n_texts.append(len(samples))
-        return steers[way](samples)
-
-    def texts():
-        options = {"temperature": 2.0, "generator": torch.Generator().manual_seed(0)}
-        return ace.generate_steered(gpt2, 3 * PROMPTS, steer, max_new_tokens=8, **options)
-
-    found = texts()
-    assert 0 < n_texts[-1] < 12
-    monkeypatch.setattr(steering, "alone", lambda *arguments: None)
-    assert texts() == found
-
-
-def test_after_the_first_pass_last_tokens_run_alone(gpt2):
-    seen = widths(gpt2)
-    ace.generate_steered(gpt2, PROMPTS[:1], ace.plain_flip(random_core(2)), max_new_tokens=4)
-    length = prompt_tokens(gpt2, PROMPTS[0]).shape[1]
-    # The whole text; what stands before its last token, and that alone; then each token as it is, and steered.
-    assert seen == [length, length - 1, 1, *(3 * [1, 1])]
-
-
-def test_hooks_that_need_whole_texts_get_them(gpt2):
-    core = random_core(2)
-    flip = ace.SignFlipSteerer(core, 2.0)
-
-    def steer(samples):
-        def turn(activation, hook):
-            activation = activation.clone()
-            activation[samples.sequence, samples.position] = flip.apply(samples.at(activation))
-            return activation
-
-        return [(core.hook_point, turn)]
-
-    expected = ace.generate_steered(gpt2, PROMPTS, ace.plain_flip(core, 2.0), max_new_tokens=4)
-    seen = widths(gpt2)
-    assert ace.generate_steered(gpt2, PROMPTS, steer, max_new_tokens=4) == expected
-    assert seen[-3:] == [seen[0] + 1, seen[0] + 2, seen[0] + 3]
 
 
 def test_generation_says_what_is_wrong(gpt2, native):
