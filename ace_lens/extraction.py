@@ -4,7 +4,7 @@ With H the centred activations `[n, d_model]` and J the stacked Jacobians `[n * 
 read off the SVD of H J^T = U S V^T: the leading columns of U, taken back by H^T and orthonormalised in order.
 H and J only enter through matrices with the same inner products of columns, R_H^T R_H = H^T H and
 R_J^T R_J = J^T J (from H = Q_H R_H), because H J^T = Q_H (R_H R_J^T) Q_J^T and H^T U = R_H^T U'. Such factors
-have at most d_model rows, can be built batch by batch, and merge exactly; nothing is ever squared.
+have at most d_model rows, can be built batch by batch, and merge exactly; nothing here is ever squared.
 """
 
 from dataclasses import replace
@@ -71,8 +71,7 @@ class CoreExtractor:
             ValueError: the batch is empty, a value is not finite, or its width or number of outputs is another than
                 before.
         """
-        # A copy: the caller may use its buffers again.
-        jacobians = jacobians.detach().to("cpu", torch.float64, copy=True)
+        jacobians = jacobians.detach().cpu().double()
         return self.update_factored(activations, jacobians.flatten(0, 1), jacobians.mean(0))
 
     @typed
@@ -94,10 +93,11 @@ class CoreExtractor:
         """
         if len(activations) == 0:
             raise ValueError("This batch has no samples. Leave empty batches out.")
-        parts = (part.detach().cpu().double() for part in (activations, factor, mean_jacobian))
-        activations, factor, mean_jacobian = parts
+        activations, mean_jacobian = (part.detach().cpu().double() for part in (activations, mean_jacobian))
+        # A copy: the caller may use its buffers again.
+        factor = factor.detach().to("cpu", torch.float64, copy=True)
         # In float64 a sum is finite where its terms are, and is found faster than which of them are.
-        if not (activations.sum().isfinite() and factor.sum().isfinite()):
+        if not all(part.sum().isfinite() for part in (activations, factor, mean_jacobian)):
             raise ValueError(
                 f"Activations or Jacobians at {self.hook_point} are NaN or infinite in the batch that follows sample "
                 f"{self.n_samples}. Leave such samples out, or find what makes them so."

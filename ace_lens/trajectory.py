@@ -28,7 +28,7 @@ from ace_lens.probe import JacobianProbe
 from ace_lens.readout import Readout, find_readout
 from ace_lens.reports import Report
 from ace_lens.samples import Samples
-from ace_lens.targets import Target, task_outputs
+from ace_lens.targets import Target, describe, task_outputs
 from ace_lens.validation import Resampler, rank_sweep
 
 SUFFICIENT_WITHIN = 0.005
@@ -213,7 +213,8 @@ def track_core(
         progress: show a progress bar.
 
     Raises:
-        ValueError: samples without labels, a target of one output, or what `extract_core` and `fit_cycle` raise.
+        ValueError: samples without labels, a target of one output, labels that are not the numbers of outputs, or what
+            `extract_core` and `fit_cycle` raise.
     """
     if train.labels is None or held_out.labels is None:
         raise ValueError("A trajectory compares outputs with labels, but the samples have none.")
@@ -276,18 +277,30 @@ class _Tracker:
         """Activations and outputs of all samples, and the core over them."""
         passes = list(paused_passes(model, self.samples, self.hook_point, batch_size=self.batch_size))
         order = torch.cat([paused.index for paused in passes]).argsort()
+        activations = torch.cat([paused.activations for paused in passes])[order]
+        outputs = torch.cat([task_outputs(self.target, paused.logits) for paused in passes])[order]
+        self._require_labels(outputs.shape[1])
         extractor = CoreExtractor(canonical_hook_point(self.hook_point))
         readout = find_readout(model, passes[0], self.target)
-        if readout is None:
+        if readout is None or (len(passes) > 1 and not readout.gives(activations, outputs)):
+            readout = None
             probe = JacobianProbe(model, self.target, self.hook_point, batch_size=self.batch_size)
             (probed,) = probe(self.samples).values()
-            activations, outputs = probed.activations, probed.outputs
-            extractor.update(activations, probed.jacobians)
+            extractor.update(probed.activations, probed.jacobians)
         else:
-            activations = torch.cat([paused.activations for paused in passes])[order]
-            outputs = torch.cat([task_outputs(self.target, paused.logits) for paused in passes])[order]
             extractor.update_factored(activations, *readout.jacobian_factor(activations))
         return _Observed(activations, outputs, extractor.core(), readout)
+
+    def _require_labels(self, n_outputs: int) -> None:
+        labels = self.samples.labels
+        assert labels is not None
+        if n_outputs < 2 or labels.min() < 0 or labels.max() >= n_outputs:
+            raise ValueError(
+                f"A trajectory asks which of several outputs is the largest. {describe(self.target)} has {n_outputs}, "
+                "and labels are the numbers of outputs, counted from 0; these go from "
+                f"{int(labels.min())} to {int(labels.max())}. Give a target with one logit for each class, such as "
+                "CentredLogits(), and labels that count its tokens."
+            )
 
     def _right_by_rank(self, model: HookedModel, seen: "_Observed") -> dict[str, Tensor]:
         """Which held-out samples are answered right under "keep" and "remove", `[rank, sample]` each."""

@@ -323,3 +323,10 @@ def test_jacobians_may_be_given_as_a_factor():
     assert torch.allclose(parts.core().singular_values, expected.singular_values)
     with pytest.raises(ValueError, match="NaN or infinite in the batch that follows sample 30"):
         parts.update_factored(activations, torch.full((3, 8), torch.nan), jacobian)
+    with pytest.raises(ValueError, match="NaN or infinite in the batch that follows sample 30"):
+        parts.update_factored(activations, jacobian, torch.full((3, 8), torch.nan))
+    # Its buffers belong to the caller.
+    buffer = 30**0.5 * jacobian
+    kept = ace.CoreExtractor("h").update_factored(activations, buffer, jacobian)
+    buffer.zero_()
+    assert torch.allclose(kept.core().singular_values, expected.singular_values)

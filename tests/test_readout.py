@@ -1,5 +1,7 @@
 """The readout behind the last block, against the model's own outputs and derivatives."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import KINDS, N_LAYERS, build
@@ -105,6 +107,36 @@ def test_many_outputs_are_differentiated_in_parts(tokenizer, samples, monkeypatc
     whole = find_readout(model, at, ace.CentredLogits())
     monkeypatch.setattr("ace_lens.readout._OUTPUTS_AT_ONCE", 7)
     torch.testing.assert_close(find_readout(model, at, ace.CentredLogits()).weight, whole.weight)
+
+
+def test_an_odd_width_is_no_hindrance(tokenizer):
+    """The pole then has a mean, which LayerNorm takes off."""
+    torch.manual_seed(0)
+    activations, weight, bias = torch.randn(50, 7) + 1, torch.randn(4, 7), torch.randn(4)
+    for norm, module in (("layer", torch.nn.LayerNorm(7, eps=0.1)), ("rms", torch.nn.RMSNorm(7, eps=0.1))):
+        model = SimpleNamespace(hook_dict={"blocks.0.hook_resid_post": None})
+
+        def resume(h, module=module):
+            return module(h) @ weight.T + bias
+
+        with torch.no_grad():
+            at = ace.PausedPass(
+                "blocks.0.hook_resid_post", torch.arange(50), activations, resume(activations), resume, restarted=True
+            )
+        readout = find_readout(model, at, ace.CentredLogits())
+        assert readout.norm == norm
+        assert readout.eps == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_small_output_is_held_to_its_own_size(tokenizer, samples):
+    """One that is not of the form does not hide behind one that is and is a million times larger."""
+
+    def target(logits):
+        return torch.cat([1e6 * (logits[:, :1] - logits[:, 1:2]), (logits[:, 2:5] - logits[:, 5:6]).square()], 1)
+
+    model = build("native", tokenizer)
+    assert find_readout(model, paused(model, samples), target) is None
+    assert find_readout(model, paused(model, samples), lambda logits: target(logits)[:, :1]) is not None
 
 
 def test_other_readouts_are_not_taken_for_one(tokenizer, samples):

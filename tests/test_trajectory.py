@@ -13,6 +13,7 @@ from transformer_lens.HookedRootModule import HookedRootModule
 
 import ace_lens as ace
 from ace_lens import trajectory
+from ace_lens.readout import find_readout
 
 P = 11
 HOOK_POINT = "blocks.0.hook_resid_post"
@@ -101,12 +102,36 @@ def test_a_model_that_knows_nothing_needs_nothing():
     assert (point.r_suf, point.r_nec, point.redundancy) == (None, None, None)
 
 
+def found(readout, norms):
+    norms.append(readout.norm)
+    return readout
+
+
+@pytest.mark.parametrize("norm", ["none", "layer", "rms"])
+def test_of_equal_outputs_the_first_is_the_answer(norm):
+    """Classes 3 and 7 are always alike, so that no answer is ever 7."""
+    model = Clocks([1, 4], [1.0, 0.4], norm=norm)
+    with torch.no_grad():
+        model.unembed.weight[7] = model.unembed.weight[3]
+        model.unembed.bias[7] = model.unembed.bias[3]
+    (point,) = track(model)
+    _, held_out = samples()
+    most = float((held_out.labels != 7).double().mean())
+    assert point.test_accuracy == point.keep_curve[3] == pytest.approx(most)
+    assert max(point.keep_curve) <= most + 1e-9
+    assert max(point.remove_curve) <= most + 1e-9
+
+
 @pytest.mark.parametrize("norm", ["none", "layer", "rms"])
 def test_the_closed_form_of_the_readout_changes_nothing(monkeypatch, norm):
     torch.manual_seed(0)
     model = Clocks([1, 4], [1.0, 0.4], norm=norm)
     model.answers += 0.2 * torch.randn_like(model.answers)
-    (quick,) = track(model, period=P)
+    norms = []
+    monkeypatch.setattr(trajectory, "find_readout", lambda *arguments: found(find_readout(*arguments), norms))
+    # Several batches, the last of them short.
+    (quick,) = track(model, period=P, batch_size=25)
+    assert norms == [norm]
     monkeypatch.setattr(trajectory, "find_readout", lambda *arguments: None)
     (slow,) = track(model, period=P)
     # What lies beyond is rounding.
@@ -181,6 +206,26 @@ def test_a_folder_that_holds_no_such_thing(tmp_path):
     saved(Clocks([1]), tmp_path / "final.pt")
     with pytest.raises(ValueError, match="has no number in its name, so its place in the training is unknown"):
         next(ace.models_in(tmp_path, lambda: Clocks([1])))
+
+
+def test_labels_are_the_numbers_of_outputs():
+    train, held_out = samples()
+    pairs = held_out.tokens[held_out.sequence]
+    sums = pairs.sum(1) % P
+    for labels, target, said in (
+        (sums + 1, ace.CentredLogits(), rf"has {P}, and labels are .* go from 0 to {P}"),
+        (sums - 1, ace.CentredLogits(), "from -1 to"),
+        (sums, ace.CentredLogits([0, 1]), f"has 2, and labels .* go from 0 to {P - 1}"),
+        (sums, lambda logits: logits[:, :1], r"<lambda> has 1, .* Give a target with one logit for each class"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ace.track_core([(0, Clocks([1]))], train, ace.Samples.from_tokens(pairs, labels=labels), target, HOOK_POINT)
+    halves = [
+        ace.Samples.from_tokens(part.tokens[part.sequence], labels=part.tokens[part.sequence].sum(1) % 2 == 1)
+        for part in (train, held_out)
+    ]
+    (point,) = ace.track_core([(0, Clocks([1]))], *halves, ace.CentredLogits([0, 1]), HOOK_POINT).points
+    assert 0 < point.test_accuracy < 1
 
 
 def test_samples_without_labels_are_refused():
