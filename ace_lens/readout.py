@@ -6,6 +6,7 @@ W (P - n n^T / d_model) / s, with P the projection that takes the mean off (the 
 seen to be of this form, no edit has to run through it, and the Jacobians of all samples enter in closed form.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,10 +46,6 @@ class Readout:
         """Outputs `[n, target]` at activations `[n, d_model]`."""
         normalised, _ = _normalised(activations.to(self.weight), self.norm, self.eps)
         return normalised @ self.weight.T + self.bias
-
-    def gives(self, activations: Tensor, outputs: Tensor) -> bool:
-        """Whether these are the outputs `[n, target]` at activations `[n, d_model]`, up to rounding."""
-        return _close(self.outputs(activations), outputs)
 
     def jacobians(self, activations: Tensor) -> Tensor:
         """The derivatives `[n, target, d_model]` at activations `[n, d_model]`."""
@@ -148,16 +145,17 @@ class Readout:
         return keep, remove
 
 
-def find_readout(model: HookedModel, paused: PausedPass, target: Target) -> Readout | None:
-    """The readout behind a hook point, where it has the form that this module is about; else None.
+def find_readout(model: HookedModel, passes: Sequence[PausedPass], target: Target) -> Readout | None:
+    """The readout behind the hook point of some passes, where it has the form that this module is about; else None.
 
     Nothing is taken from the model's configuration. The readout is recovered from outputs and derivatives at made-up
-    activations, and then held against the derivatives at two samples of the pass and the outputs of all.
+    activations, and then held against the derivatives at two samples and the outputs of all.
     """
+    paused = passes[0]
     if not (paused.restarted and is_pointwise_downstream(model, paused.hook_point)):
         return None
-    outputs = task_outputs(target, paused.logits)
-    activations = paused.activations.detach()
+    samples = [(each.activations.detach(), task_outputs(target, each.logits)) for each in passes]
+    activations, outputs = samples[0]
     pole = torch.ones_like(activations[:1])
     pole[:, 1::2] = -1
     two = activations[[0, -1]]
@@ -169,7 +167,9 @@ def find_readout(model: HookedModel, paused: PausedPass, target: Target) -> Read
     norms: tuple[Norm, ...] = ("none", "layer", "rms")
     for norm in norms:
         readout = _recovered(norm, pole.to(at), at, slopes[0])
-        if _close(readout.jacobians(two), slopes[1:]) and readout.gives(activations, outputs):
+        if _close(readout.jacobians(two), slopes[1:]) and all(
+            _close(readout.outputs(activations), outputs) for activations, outputs in samples
+        ):
             return readout
     return None
 

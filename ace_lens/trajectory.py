@@ -281,9 +281,8 @@ class _Tracker:
         outputs = torch.cat([task_outputs(self.target, paused.logits) for paused in passes])[order]
         self._require_labels(outputs.shape[1])
         extractor = CoreExtractor(canonical_hook_point(self.hook_point))
-        readout = find_readout(model, passes[0], self.target)
-        if readout is None or (len(passes) > 1 and not readout.gives(activations, outputs)):
-            readout = None
+        readout = find_readout(model, passes, self.target)
+        if readout is None:
             probe = JacobianProbe(model, self.target, self.hook_point, batch_size=self.batch_size)
             (probed,) = probe(self.samples).values()
             extractor.update(probed.activations, probed.jacobians)

@@ -319,22 +319,20 @@ class Resampler:
         draws = torch.randint(n_sequences, (n_resamples, n_sequences), generator=generator)
         # All draws are counted at once, each in a range of its own.
         apart = (draws + n_sequences * torch.arange(n_resamples)[:, None]).flatten()
-        self._counts = apart.bincount(minlength=n_resamples * n_sequences).unflatten(0, draws.shape)
+        self._counts = apart.bincount(minlength=n_resamples * n_sequences).unflatten(0, draws.shape).double()
         self._sequence = samples.sequence
-        self._weights = self._counts.double()
-        self._sizes = samples.sequence.bincount(minlength=n_sequences).double()
 
     def mean(self, values: Tensor) -> Estimate:
         """The mean of one value a sample, `[sample]`, with its interval."""
         values = values.double()
-        totals = torch.zeros_like(self._sizes).index_add_(0, self._sequence, values)
-        means = self._weights @ totals / (self._weights @ self._sizes)
-        return Estimate.from_draws(float(values.mean()), means)
+        totals = torch.zeros_like(self._counts[0]).index_add_(0, self._sequence, values)
+        sizes = self._sequence.bincount(minlength=len(totals)).double()
+        return Estimate.from_draws(float(values.mean()), self._counts @ totals / (self._counts @ sizes))
 
     @property
     def times_drawn(self) -> Tensor:
         """`[draw, sample]`, how often each sample is in each draw."""
-        return self._counts[:, self._sequence]
+        return self._counts[:, self._sequence].long()
 
     def drawn(self) -> Iterator[Tensor]:
         """The samples in each draw, as indices, some of them several times."""

@@ -1,5 +1,6 @@
 """The readout behind the last block, against the model's own outputs and derivatives."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -88,7 +89,7 @@ def test_answers_by_rank_are_those_of_the_edited_activations(case):
 def test_a_models_readout_is_recovered(tokenizer, samples, kind, dtype):
     model = build(kind, tokenizer, dtype)
     at = paused(model, samples)
-    readout = find_readout(model, at, ANSWERS)
+    readout = find_readout(model, [at], ANSWERS)
     if kind == "llama" and dtype == torch.float64:
         # transformers computes RMSNorm in float32, which is another function to half the digits of float64.
         assert readout is None
@@ -104,12 +105,12 @@ def test_a_models_readout_is_recovered(tokenizer, samples, kind, dtype):
 def test_many_outputs_are_differentiated_in_parts(tokenizer, samples, monkeypatch):
     model = build("native", tokenizer)
     at = paused(model, samples)
-    whole = find_readout(model, at, ace.CentredLogits())
+    whole = find_readout(model, [at], ace.CentredLogits())
     monkeypatch.setattr("ace_lens.readout._OUTPUTS_AT_ONCE", 7)
-    torch.testing.assert_close(find_readout(model, at, ace.CentredLogits()).weight, whole.weight)
+    torch.testing.assert_close(find_readout(model, [at], ace.CentredLogits()).weight, whole.weight)
 
 
-def test_an_odd_width_is_no_hindrance(tokenizer):
+def test_an_odd_width_is_no_hindrance():
     """The pole then has a mean, which LayerNorm takes off."""
     torch.manual_seed(0)
     activations, weight, bias = torch.randn(50, 7) + 1, torch.randn(4, 7), torch.randn(4)
@@ -123,7 +124,7 @@ def test_an_odd_width_is_no_hindrance(tokenizer):
             at = ace.PausedPass(
                 "blocks.0.hook_resid_post", torch.arange(50), activations, resume(activations), resume, restarted=True
             )
-        readout = find_readout(model, at, ace.CentredLogits())
+        readout = find_readout(model, [at], ace.CentredLogits())
         assert readout.norm == norm
         assert readout.eps == pytest.approx(0.1, rel=1e-3)
 
@@ -135,15 +136,22 @@ def test_a_small_output_is_held_to_its_own_size(tokenizer, samples):
         return torch.cat([1e6 * (logits[:, :1] - logits[:, 1:2]), (logits[:, 2:5] - logits[:, 5:6]).square()], 1)
 
     model = build("native", tokenizer)
-    assert find_readout(model, paused(model, samples), target) is None
-    assert find_readout(model, paused(model, samples), lambda logits: target(logits)[:, :1]) is not None
+    assert find_readout(model, [paused(model, samples)], target) is None
+    assert find_readout(model, [paused(model, samples)], lambda logits: target(logits)[:, :1]) is not None
+
+
+def test_every_batch_is_held_against_it(tokenizer, samples):
+    model = build("native", tokenizer)
+    at = paused(model, samples)
+    assert find_readout(model, [at, at], ANSWERS) is not None
+    assert find_readout(model, [at, replace(at, logits=at.logits.roll(1, 0))], ANSWERS) is None
 
 
 def test_other_readouts_are_not_taken_for_one(tokenizer, samples):
     model = build("native", tokenizer)
     at = paused(model, samples)
-    assert find_readout(model, at, lambda logits: logits.log_softmax(1)) is None
-    assert find_readout(model, at, lambda logits: logits[:, :2].detach()) is None
-    assert find_readout(model, paused(model, samples, "blocks.1.hook_resid_post"), ANSWERS) is None
+    assert find_readout(model, [at], lambda logits: logits.log_softmax(1)) is None
+    assert find_readout(model, [at], lambda logits: logits[:, :2].detach()) is None
+    assert find_readout(model, [paused(model, samples, "blocks.1.hook_resid_post")], ANSWERS) is None
     model.cfg.output_logits_soft_cap = model.original_model.output_logits_soft_cap = 1.0
-    assert find_readout(model, paused(model, samples), ANSWERS) is None
+    assert find_readout(model, [paused(model, samples)], ANSWERS) is None
