@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ace_lens.hooks import CoreHook
 from ace_lens.last_token import LastTokenPass, by_length, replayable, same_logits, tried_on_few
 from ace_lens.models import HookedModel, is_pointwise_downstream, resolve_hook_point, run, unembed
+from ace_lens.repeats import mlps_spared
 from ace_lens.samples import Samples
 from ace_lens.targets import Target, task_outputs, tokens_outside, tokens_read
 
@@ -151,7 +152,8 @@ def _pause_rows(
 ) -> list[PausedPass]:
     """`restarts` holds the ways on that were found on the first batch."""
     capture = CoreHook(*hook_points)
-    logits = batch.at(run(model, batch.tokens, batch.attention_mask, capture.fwd_hooks()))
+    with mlps_spared(model, batch.tokens):
+        logits = batch.at(run(model, batch.tokens, batch.attention_mask, capture.fwd_hooks()))
     paused = []
     for name in hook_points:
         rows = _Rows(model, name, batch, capture.activations[name], logits)

@@ -95,12 +95,14 @@ class Readout:
         coordinates = basis.T @ (whole - mean).T
         keep, remove = self._scales(whole, mean, basis, coordinates)
         coordinates, basis = coordinates.to(self.weight), basis.to(self.weight)
-        return {
-            "keep": self._right(mean.expand_as(whole), basis, coordinates, keep, label),
-            "remove": self._right(whole, basis, -coordinates, remove, label),
+        right = {
+            "keep": self._largest(mean.expand_as(whole), basis, coordinates, keep, label),
+            "remove": self._largest(whole, basis, -coordinates, remove, label),
         }
+        first = ~self._always_second()[label]
+        return {name: (largest & first).cpu() for name, largest in right.items()}
 
-    def _right(self, start: Tensor, basis: Tensor, steps: Tensor, scales: Tensor, label: Tensor) -> Tensor:
+    def _largest(self, start: Tensor, basis: Tensor, steps: Tensor, scales: Tensor, label: Tensor) -> Tensor:
         """Whether the label's output is the largest at `start + steps_1 basis_1 + ... + steps_r basis_r`, `[rank, n]`.
 
         Outputs times s are followed, W x + b s: s is positive, so the largest stays the largest, and a rank more adds
@@ -110,13 +112,13 @@ class Readout:
         ways = torch.stack([writes, self.bias.expand_as(writes)], 2)
         changes = torch.stack([steps, scales.diff(dim=0, prepend=torch.zeros_like(scales[:1]))], 1)
         # Classes first, which makes the largest of them several times faster to find.
-        outputs = self.weight @ start.to(self.weight).T
+        outputs, label = self.weight @ start.to(self.weight).T, label[None]
         own, most = torch.empty_like(steps), torch.empty_like(steps)
-        for rank, (way, change) in enumerate(zip(ways, changes, strict=True)):
+        for way, change, its_own, the_most in zip(ways, changes, own[:, None], most, strict=True):
             outputs.addmm_(way, change)
-            torch.amax(outputs, 0, out=most[rank])
-            torch.gather(outputs, 0, label[None], out=own[rank, None])
-        return ((own == most) & ~self._always_second()[label]).cpu()
+            torch.amax(outputs, 0, out=the_most)
+            torch.gather(outputs, 0, label, out=its_own)
+        return own == most
 
     def _always_second(self) -> Tensor:
         """Which outputs equal an earlier one whatever the activation, so that they are never the first largest."""
@@ -135,14 +137,14 @@ class Readout:
             ones = torch.ones_like(coordinates).to(self.weight)
             return ones, ones
         d_model = len(mean)
-        kept = (coordinates * (coordinates + 2 * (mean @ basis)[:, None])).cumsum(0)
-        squares = (mean.square().sum() + kept, whole.square().sum(1) - kept)
+        kept = (coordinates + 2 * (mean @ basis)[:, None]).mul_(coordinates).cumsum_(0)
+        keep, remove = mean.square().sum() + kept, whole.square().sum(1) - kept
         if self.norm == "layer":
-            kept = (coordinates * basis.sum(0)[:, None]).cumsum(0)
-            sums = (mean.sum() + kept, whole.sum(1) - kept)
-            squares = tuple(square - part.square() / d_model for square, part in zip(squares, sums, strict=True))
-        keep, remove = ((each.clamp(min=0).to(self.weight) / d_model + self.eps).sqrt() for each in squares)
-        return keep, remove
+            kept = (coordinates * basis.sum(0)[:, None]).cumsum_(0)
+            for squares, sums in ((keep, mean.sum() + kept), (remove, whole.sum(1) - kept)):
+                squares.addcmul_(sums, sums, value=-1 / d_model)
+        keep, remove = (each.clamp_(min=0).to(self.weight).div_(d_model) for each in (keep, remove))
+        return keep.add_(self.eps).sqrt_(), remove.add_(self.eps).sqrt_()
 
 
 def find_readout(model: HookedModel, passes: Sequence[PausedPass], target: Target) -> Readout | None:
@@ -227,6 +229,7 @@ def _normalised(activations: Tensor, norm: Norm, eps: float) -> tuple[Tensor, Te
 def _close(found: Tensor, expected: Tensor) -> bool:
     """Whether `[n, target, ...]` agree to half the digits of the dtype, each output in proportion to its largest."""
     eps = torch.finfo(expected.dtype).eps
-    sizes, errors = (part.abs().transpose(0, 1).flatten(1).amax(1) for part in (expected, found - expected))
+    others = [dim for dim in range(expected.ndim) if dim != 1]
+    sizes, errors = (part.abs().amax(others) for part in (expected, found - expected))
     # What is zero for all samples is still rounded as its neighbours are.
     return bool((errors <= eps**0.5 * sizes + 100 * eps * sizes.max()).all())

@@ -192,7 +192,7 @@ def track_core(
     energy: float = 0.99,
     chance: float | None = None,
     n_bootstrap: int = 200,
-    batch_size: int = 4096,
+    batch_size: int = 1536,
     progress: bool = False,
 ) -> Trajectory:
     """Follow a core through training.
@@ -209,7 +209,8 @@ def track_core(
         chance: the accuracy at or below which a task counts as lost; by default twice that of always giving the
             commonest label.
         n_bootstrap: how often sequences are resampled for the intervals.
-        batch_size: rows in a forward pass.
+        batch_size: rows in a forward pass. More are no faster with a small model, which then takes new memory from the
+            system at every step.
         progress: show a progress bar.
 
     Raises:
@@ -277,7 +278,8 @@ class _Tracker:
         """Activations and outputs of all samples, and the core over them."""
         passes = list(paused_passes(model, self.samples, self.hook_point, batch_size=self.batch_size))
         order = torch.cat([paused.index for paused in passes]).argsort()
-        activations = torch.cat([paused.activations for paused in passes])[order]
+        # Four computations in float64 follow.
+        activations = torch.cat([paused.activations for paused in passes]).double()[order]
         outputs = torch.cat([task_outputs(self.target, paused.logits) for paused in passes])[order]
         self._require_labels(outputs.shape[1])
         extractor = CoreExtractor(canonical_hook_point(self.hook_point))

@@ -321,13 +321,13 @@ class Resampler:
         apart = (draws + n_sequences * torch.arange(n_resamples)[:, None]).flatten()
         self._counts = apart.bincount(minlength=n_resamples * n_sequences).unflatten(0, draws.shape).double()
         self._sequence = samples.sequence
+        self._n_drawn = self._counts @ self._sequence.bincount(minlength=n_sequences).double()
 
     def mean(self, values: Tensor) -> Estimate:
         """The mean of one value a sample, `[sample]`, with its interval."""
         values = values.double()
         totals = torch.zeros_like(self._counts[0]).index_add_(0, self._sequence, values)
-        sizes = self._sequence.bincount(minlength=len(totals)).double()
-        return Estimate.from_draws(float(values.mean()), self._counts @ totals / (self._counts @ sizes))
+        return Estimate.from_draws(float(values.mean()), self._counts @ totals / self._n_drawn)
 
     @property
     def times_drawn(self) -> Tensor:
