@@ -172,6 +172,16 @@ def test_the_results_in_the_repository_are_what_the_readme_says():
     assert max(len(point.modes) for point in results.trajectory if point.epoch > 4000) == 10
 
 
+def test_the_inflated_core_stays_and_fills_up_no_further():
+    short, long = (ModularAdditionResults.load(RESULTS / f"{name}.json") for name in ("post-norm", "post-norm-long"))
+    assert long.trajectory[: len(short.trajectory)] == short.trajectory
+    later = [point for point in long.trajectory if point.epoch >= 6500]
+    assert (later[-1].epoch, later[-1].r_nec) == (20000, 21)
+    assert {17, 22} <= {point.r_nec for point in later} <= set(range(17, 23))
+    assert {len(point.modes) for point in later} == {8, 9, 10}
+    assert min(point.test_accuracy for point in later) > 0.999
+
+
 def test_without_normalisation_the_core_stays_condensed():
     results = ModularAdditionResults.load(RESULTS / "no-norm.json")
     assert (results.config["normalization"], results.config["seed"]) == ("none", 1)
