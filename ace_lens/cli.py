@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not isinstance(config, AgreementConfig):
         # Toy models do not come from a hub, and a machine without a network should not wait for one.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        # A second thread makes models of this size slower.
+        # On any number of cores a seed then gives the same run: how sums are split among threads rounds differently.
         torch.set_num_threads(1)
     try:
         RUN[type(config)](config)

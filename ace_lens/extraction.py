@@ -20,6 +20,9 @@ from ace_lens.samples import Samples
 from ace_lens.shapes import Activations, Jacobians, typed
 from ace_lens.targets import Target, describe
 
+# On fewer numbers than these, the threads of LAPACK's QR wait for each other longer than they work.
+_WORTH_THREADS = 2**19
+
 
 class _TriangularFactor:
     """Rows R with R^T R = X^T X for all rows X seen so far; never many more than twice d_model of them."""
@@ -40,7 +43,18 @@ class _TriangularFactor:
     def compact(self) -> Tensor:
         """The factor in at most d_model rows."""
         rows = torch.cat(self._blocks)
-        return rows if len(rows) <= self.d_model else torch.linalg.qr(rows, mode="r").R
+        return rows if len(rows) <= self.d_model else _triangular(rows)
+
+
+def _triangular(rows: Tensor) -> Tensor:
+    """R of rows = Q R."""
+    n_threads = torch.get_num_threads()
+    if rows.numel() < _WORTH_THREADS:
+        torch.set_num_threads(1)
+    try:
+        return torch.linalg.qr(rows, mode="r").R
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 class CoreExtractor:

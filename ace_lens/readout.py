@@ -95,12 +95,10 @@ class Readout:
         coordinates = basis.T @ (whole - mean).T
         keep, remove = self._scales(whole, mean, basis, coordinates)
         coordinates, basis = coordinates.to(self.weight), basis.to(self.weight)
-        right = {
-            "keep": self._largest(mean.expand_as(whole), basis, coordinates, keep, label),
-            "remove": self._largest(whole, basis, -coordinates, remove, label),
-        }
-        first = ~self._always_second()[label]
-        return {name: (largest & first).cpu() for name, largest in right.items()}
+        start = torch.cat([mean.expand_as(whole), whole])
+        steps, scales = torch.cat([coordinates, -coordinates], 1), torch.cat([keep, remove], 1)
+        keep, remove = self._largest(start, basis, steps, scales, label.repeat(2)).cpu().chunk(2, 1)
+        return {"keep": keep, "remove": remove}
 
     def _largest(self, start: Tensor, basis: Tensor, steps: Tensor, scales: Tensor, label: Tensor) -> Tensor:
         """Whether the label's output is the largest at `start + steps_1 basis_1 + ... + steps_r basis_r`, `[rank, n]`.
@@ -112,13 +110,13 @@ class Readout:
         ways = torch.stack([writes, self.bias.expand_as(writes)], 2)
         changes = torch.stack([steps, scales.diff(dim=0, prepend=torch.zeros_like(scales[:1]))], 1)
         # Classes first, which makes the largest of them several times faster to find.
-        outputs, label = self.weight @ start.to(self.weight).T, label[None]
+        outputs = self.weight @ start.to(self.weight).T
         own, most = torch.empty_like(steps), torch.empty_like(steps)
         for way, change, its_own, the_most in zip(ways, changes, own[:, None], most, strict=True):
             outputs.addmm_(way, change)
             torch.amax(outputs, 0, out=the_most)
-            torch.gather(outputs, 0, label, out=its_own)
-        return own == most
+            torch.gather(outputs, 0, label[None], out=its_own)
+        return (own == most) & ~self._always_second()[label]
 
     def _always_second(self) -> Tensor:
         """Which outputs equal an earlier one whatever the activation, so that they are never the first largest."""
