@@ -19,9 +19,7 @@ from ace_lens.probe import JacobianProbe, no_influence
 from ace_lens.samples import Samples
 from ace_lens.shapes import Activations, Jacobians, typed
 from ace_lens.targets import Target, describe
-
-# On fewer numbers than these, the threads of LAPACK's QR wait for each other longer than they work.
-_WORTH_THREADS = 2**19
+from ace_lens.threads import threads_for
 
 
 class _TriangularFactor:
@@ -43,18 +41,10 @@ class _TriangularFactor:
     def compact(self) -> Tensor:
         """The factor in at most d_model rows."""
         rows = torch.cat(self._blocks)
-        return rows if len(rows) <= self.d_model else _triangular(rows)
-
-
-def _triangular(rows: Tensor) -> Tensor:
-    """R of rows = Q R."""
-    n_threads = torch.get_num_threads()
-    if rows.numel() < _WORTH_THREADS:
-        torch.set_num_threads(1)
-    try:
-        return torch.linalg.qr(rows, mode="r").R
-    finally:
-        torch.set_num_threads(n_threads)
+        if len(rows) <= self.d_model:
+            return rows
+        with threads_for(rows.numel()):
+            return torch.linalg.qr(rows, mode="r").R
 
 
 class CoreExtractor:

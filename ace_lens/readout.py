@@ -17,6 +17,7 @@ from ace_lens.core import Core
 from ace_lens.downstream import PausedPass
 from ace_lens.models import HookedModel, is_pointwise_downstream
 from ace_lens.targets import Target, task_outputs
+from ace_lens.threads import threads_for
 
 Norm = Literal["none", "layer", "rms"]
 
@@ -112,10 +113,11 @@ class Readout:
         # Classes first, which makes the largest of them several times faster to find.
         outputs = self.weight @ start.to(self.weight).T
         own, most = torch.empty_like(steps), torch.empty_like(steps)
-        for way, change, its_own, the_most in zip(ways, changes, own[:, None], most, strict=True):
-            outputs.addmm_(way, change)
-            torch.amax(outputs, 0, out=the_most)
-            torch.gather(outputs, 0, label[None], out=its_own)
+        with threads_for(outputs.numel()):
+            for way, change, its_own, the_most in zip(ways, changes, own[:, None], most, strict=True):
+                outputs.addmm_(way, change)
+                torch.amax(outputs, 0, out=the_most)
+                torch.gather(outputs, 0, label[None], out=its_own)
         return (own == most) & ~self._always_second()[label]
 
     def _always_second(self) -> Tensor:

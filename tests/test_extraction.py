@@ -330,29 +330,3 @@ def test_jacobians_may_be_given_as_a_factor():
     kept = ace.CoreExtractor("h").update_factored(activations, buffer, jacobian)
     buffer.zero_()
     assert torch.allclose(kept.core().singular_values, expected.singular_values)
-
-
-@pytest.mark.parametrize("length", [20, 2**18])
-def test_the_caller_s_number_of_threads_stays(length):
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        extractor(*draw(length, 4, 1, seed=0)).core()
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_failure_leaves_the_number_of_threads(monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("no QR")
-
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(torch.linalg, "qr", fails)
-    try:
-        torch.set_num_threads(2)
-        with pytest.raises(RuntimeError, match="no QR"):
-            extractor(*draw(20, 4, 1, seed=0))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
