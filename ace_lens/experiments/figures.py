@@ -236,7 +236,10 @@ def _redundancy(axes: Axes, points: Sequence[TrajectoryPoint]) -> None:
     epochs = [point.epoch for point in explained]
     sufficient = [point.r_suf or 0 for point in explained]
     necessary = [point.r_nec or 0 for point in explained]
-    axes.fill_between(epochs, sufficient, necessary, color="0.88", linewidth=0, label="redundancy")
+    # Before grokking more may be enough than is necessary, which is no redundancy.
+    redundant = [more >= enough for more, enough in zip(necessary, sufficient, strict=True)]
+    style = {"color": "0.88", "linewidth": 0, "label": "redundancy"}
+    axes.fill_between(epochs, sufficient, necessary, redundant, interpolate=True, **style)
     axes.plot(
         epochs, necessary, "s-", markersize=3, markerfacecolor="white", color="black", linewidth=0.7, label="r_nec"
     )
