@@ -211,8 +211,8 @@ def tried_on_few(model: HookedModel, samples: Samples) -> LastTokenPass | None:
             )
     warnings.warn(
         f"Prompts run in full where their last tokens would be enough, because {problem}. Results are right, but take "
-        "longer. Likely causes: transformers 5.24.0, which leaves caches empty (another release mends it: pip install "
-        "'transformers!=5.24.0'), or a hook of your own that counts on seeing whole prompts.",
+        "longer. Likely causes: transformers 5.24 or later, whose caches TransformerLens up to 4.3 leaves empty (pip "
+        "install 'transformers<5.24'), or a hook of your own that counts on seeing whole prompts.",
         stacklevel=3,
     )
     return None
